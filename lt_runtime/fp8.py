@@ -67,6 +67,16 @@ class FP8:
         return self.recipe == "rowwise"
 
     @property
+    def steps(self) -> int:
+        """Steps whose largest magnitudes are kept: one, unless they decide delayed scales."""
+        return self.history if self.recipe == "delayed" else 1
+
+    @property
+    def margin(self) -> float:
+        """The headroom of delayed scales; 1 for a scale that serves only the values from which it was computed."""
+        return self.headroom if self.recipe == "delayed" else 1.0
+
+    @property
     def dtypes(self) -> tuple[DType, DType, DType]:
         """The FP8 types of x, w and dy."""
         gradient = DType.FLOAT8_E5M2 if self.gradients == "e5m2" else DType.FLOAT8_E4M3FN
@@ -75,18 +85,26 @@ class FP8:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """A layer's FP8 recipe, and how a call gets the layer's tensors in FP8.
+    """A layer's FP8 recipe, how a call gets the layer's tensors in FP8, and which of them forward keeps or returns.
 
     Attributes:
         calibrates: whether the call computes the tensors' scales before it casts the tensors.
-        has_w8: whether the call is given the weight in FP8.
-        has_x8: whether the call is given the inputs in FP8, of another layer that reads the same x.
+        has_w8: whether forward is given the weight in FP8.
+        has_x8: whether forward is given the inputs in FP8, of another layer that reads the same x.
+        has_dy8: whether backward is given dy in FP8.
+        needs_dx, needs_dw: which gradients backward will compute: forward keeps the transpose of w in FP8 for dx, that
+            of x for dw.
+        returns_x8: whether forward returns x in FP8 as well, for another layer that reads the same x.
     """
 
     recipe: FP8
     calibrates: bool
     has_w8: bool = False
     has_x8: bool = False
+    has_dy8: bool = False
+    needs_dx: bool = True
+    needs_dw: bool = True
+    returns_x8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,30 +125,16 @@ class Prologue:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
-    """Which gradients backward will compute: forward keeps the transpose of w in FP8 for dx, that of x for dw.
-
-    Attributes:
-        x8: whether forward returns x in FP8 as well, for another layer that reads the same x.
-    """
-
-    dx: bool = True
-    dw: bool = True
-    x8: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Fp8Problem:
     """A layer's forward or backward pass in FP8. The plan cache has plans for its products, none for the pass itself.
 
     Attributes:
-        prologue, needs: what the cast of x applies, and which gradients will be computed; for a forward pass only.
+        prologue: what the cast of x applies; for a forward pass only.
     """
 
     layer: ForwardProblem | BackwardProblem
     precision: Precision
     prologue: Prologue = Prologue()
-    needs: Needs = Needs()
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ _BITS: Final = 8
 # Indices among the arrays of a forward call: of y, of the tensor saved for backward, and of `add`.
 _Y, _KEPT, _ADDEND = 3, 4, 5
 # Index of the first output among the arrays of a backward call, after dy, x, w and two saved tensors.
-_FIRST_OUTPUT: Final = 5
+FIRST_OUTPUT: Final = 5
 _OUTPUTS: Final = ("dx", "dw", "db", "dz", "db_below")
 
 Sources = tuple[Philox | None, Philox | None]
@@ -282,30 +282,48 @@ class LinearBackward(Operation):
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Sources) -> Request:
         """See `Operation`."""
-        options = BackwardOptions.of(options)
+        given = BackwardOptions.of(options)
         dy, x, w, saved, saved_below, *outputs = operands
+        check_same(x, dy, w)
+        check_shape(dy.name, dy.shape, (*x.shape[:-1], given.layer.shape[1]), "y's shape")
+        return self.request(given, dy, (saved, saved_below), outputs, (x.spec, w.spec), x)
+
+    def request(
+        self,
+        options: BackwardOptions,
+        dy: Operand,
+        saved: Sequence[Operand | None],
+        outputs: Sequence[Operand | None],
+        factors: tuple[Spec, Spec],
+        like: Operand,
+    ) -> Request:
+        """The request of a call whose dy, x and w have been checked.
+
+        Args:
+            saved: the saved tensor, and that of the layer below.
+            outputs: the caller's buffers, in the order of the gradients' names.
+            factors: the specs of x and of w.
+            like: an operand with the gradients' type, device and library.
+        """
         layer, below = options.layer, options.below
         given = dict(zip(_OUTPUTS, outputs, strict=True))
-        wanted = wanted_gradients(options, given)
-        check_same(x, dy, w)
-        _, n, k = layer.shape
-        shape = (*x.shape[:-1], n)
-        check_shape(dy.name, dy.shape, shape, "y's shape")
-        shapes = {"dx": x.shape, "dw": (n, k), "db": (n,), "dz": shape, "db_below": (k,)}
+        wanted, dtype, (_, n, k) = wanted_gradients(options, given), dy.element_type(), layer.shape
+        shapes = {"dx": (*dy.shape[:-1], k), "dw": (n, k), "db": (n,), "dz": dy.shape, "db_below": (k,)}
         new: dict[int, New] = {}
-        places = [(place, name) for place, name in enumerate(_OUTPUTS, _FIRST_OUTPUT) if wanted[name]]
-        specs = {name: result_spec(place, given[name], shapes[name], x, new) for place, name in places}
-        dtype = x.element_type()
-        own = derivative_of(layer, saved, specs.get("db"))
+        specs = {
+            name: result_spec(place, given[name], shapes[name], like, new)
+            for place, name in enumerate(_OUTPUTS, FIRST_OUTPUT)
+            if wanted[name]
+        }
+        own = derivative_of(layer, saved[0], specs.get("db"))
         own = unchanged(own.db) if options.before_activation else own
-        of_below = None if below is None else derivative_of(below, saved_below, specs.get("db_below"))
-        kinds, inputs = (dtype, Compute.parse(layer.compute, dtype)), (x.spec, w.spec, dy.spec)
+        of_below = None if below is None else derivative_of(below, saved[1], specs.get("db_below"))
         results = specs.get("dx"), specs.get("dw"), specs.get("dz")
-        adds_to_dx = options.accumulate_dx and options.need_dx
-        problem = BackwardProblem(*kinds, *inputs, own, *results, options.accumulate, of_below, adds_to_dx)
+        kinds, adds_to_dx = (dtype, Compute.parse(layer.compute, dtype)), options.accumulate_dx and options.need_dx
+        problem = BackwardProblem(*kinds, *factors, dy.spec, own, *results, options.accumulate, of_below, adds_to_dx)
         dropouts = 0.0 if options.before_activation else layer.dropout, 0.0 if below is None else below.dropout
-        written = range(_FIRST_OUTPUT, len(self.names))
-        return Request(problem, tuple(written), new, options, dropouts=dropouts if any(dropouts) else None)
+        written = tuple(range(FIRST_OUTPUT, len(self.names)))
+        return Request(problem, written, new, options, dropouts=dropouts if any(dropouts) else None)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Sources) -> None:
         """See `Operation`."""
@@ -324,11 +342,7 @@ class LinearBackward(Operation):
             z = exact.dx if saved_below is None else saved_below
             values["dx"] = reference.through_activation(exact.dx, z, below.activation, _factors(below, scalars[1]))
             values["db_below"] = values["dx"].sum(axis=0)
-        for name, out in zip(_OUTPUTS, outputs, strict=True):
-            if out is not None:
-                adds = options.accumulate_dx if name == "dx" else options.accumulate and name != "dz"
-                kept = out.astype(np.float64) if adds else 0.0
-                out[...] = (values[name].reshape(out.shape) + kept).astype(out.dtype)
+        write_gradients(options, values, outputs)
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> LinearGradients | ChainedGradients:
         """See `Operation`."""
@@ -336,6 +350,15 @@ class LinearBackward(Operation):
         if prepared.request.detail.below is None:
             return LinearGradients(dx, dw, db)
         return ChainedGradients(dx, dw, db, db_below)
+
+
+def write_gradients(options: BackwardOptions, values: Mapping[str, Any], outputs: Sequence[Any]) -> None:
+    """Writes gradients of NumPy arrays into their buffers, or adds them; `outputs` are in the order of the names."""
+    for name, out in zip(_OUTPUTS, outputs, strict=True):
+        if out is not None:
+            adds = options.accumulate_dx if name == "dx" else options.accumulate and name != "dz"
+            kept = out.astype(np.float64) if adds else 0.0
+            out[...] = (values[name].reshape(out.shape) + kept).astype(out.dtype)
 
 
 def wanted_gradients(options: BackwardOptions, given: Mapping[str, Operand | None]) -> dict[str, bool]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.fp8 import Needs, Precision, Prologue
+from lt_runtime.fp8 import Fp8Problem, Precision, Prologue
 from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import StreamMemory, aligned
 from lt_runtime.kernels.call import Call, DropoutState
@@ -36,8 +38,16 @@ _SLOT: Final = _WORD * SLOT_WIDTH
 _SCALES: Final = ("scale_a", "scale_b")
 
 
+def slot_address(slots: int, row: int, column: int = 0) -> int:
+    """The address of a tensor's slot, or of one of its columns, from that of a layer's slots."""
+    return slots + _SLOT * row + _WORD * column
+
+
 class Cast:
     """Casts a tensor of a layer to FP8, row-major and transposed, with its scale in the layer's `FP8State.slots`.
+
+    With the recipe "rowwise" each row of either result has a scale of its own instead; derivative and prologue are then
+    not applied.
 
     Args:
         row: the tensor's row in the slots and in the history of largest magnitudes.
@@ -49,7 +59,6 @@ class Cast:
             If it is gated, the source is the left half of h.
 
     Attributes:
-        spec, transposed: the specs of the tensor in FP8 and of its transpose.
         partial_bytes: bytes of scratch memory for the bias gradient's partial sums.
     """
 
@@ -67,87 +76,55 @@ class Cast:
         accumulate: bool = False,
         prologue: Prologue = Prologue(),  # noqa: B008  # it is frozen
     ) -> None:
-        rows, cols = source.layout.shape
-        self.spec, self.transposed = Spec(packed(rows, cols)), Spec(packed(cols, rows))
-        self._row, self._recipe = row, precision.recipe
-        results = self.spec if out else None, self.transposed if transposed else None
-        name = precision.recipe.dtypes[row].value
-        self._cast: CastPass | CastGradientPass
-        self._amax: CastPass | CastGradientPass | None = None
-        if derivative is None:
+        recipe, (rows, cols) = precision.recipe, source.layout.shape
+        results = Spec(packed(rows, cols)) if out else None, Spec(packed(cols, rows)) if transposed else None
+        to, self.partial_bytes = recipe.dtypes[row].value, 0
+        self._cast: CastPass | CastGradientPass | CastRowsPass
+        if recipe.by_rows:
+            self._cast = CastRowsPass(dtype, to, source, *results, device)
+        elif derivative is None:
             options: dict[str, Any] = {"dropout": prologue.dropout > 0, "gated": prologue.gated}
-            self._cast = CastPass(dtype, name, source, *results, device, prologue.activation, **options)
-            self.partial_bytes = 0
-            if precision.calibrates:
-                self._amax = CastPass(dtype, name, source, None, None, device, prologue.activation, **options)
+            self._cast = CastPass(dtype, to, source, *results, device, prologue.activation, **options)
         else:
-            fused = CastGradientPass(dtype, name, derivative, source, *results, device, accumulate=accumulate)
-            self._cast, self.partial_bytes = fused, fused.partial_bytes
-            if precision.calibrates:
-                self._amax = CastGradientPass(dtype, name, replace(derivative, db=None), source, None, None, device)
-        # With the recipe "current" a scale serves only the values that it was computed from: no headroom is needed.
-        is_current = precision.recipe.recipe == "current"
-        steps, headroom = (1, 1.0) if is_current else (precision.recipe.history, precision.recipe.headroom)
-        self._scales = ScalesPass(1, steps, headroom, device) if precision.calibrates else None
-        self._steps, self._collects = steps, not is_current
+            self._cast = CastGradientPass(dtype, to, derivative, source, *results, device, accumulate=accumulate)
+            self.partial_bytes = self._cast.partial_bytes
+        self._scales = ScalesPass(1, recipe.steps, recipe.margin, device) if precision.calibrates else None
+        self._row, self._recipe = row, recipe
 
     def put(
         self,
         x: int,
         out: int,
         transposed: int,
-        state: tuple[int, int],
+        state: Sequence[int],
         memory: StreamMemory,
         backward: tuple[int, int, int, DropoutState | None] = (0, 0, 0, None),
-    ) -> int:
-        """Puts the cast on the memory's stream; returns the address of 1 / scale, by which products multiply.
+    ) -> None:
+        """Puts the cast on the memory's stream.
 
         Args:
             x, out, transposed: addresses.
-            state: addresses of the slots and the history.
+            state: addresses of the slots and the history; with scales for rows, of two vectors, which get 1 / scale of
+                each row of `out` and of `transposed`.
             backward: addresses of the saved tensor, the bias gradient and its partial sums, for a cast with a
                 derivative; and the dropout mask.
         """
-        slot, history = state[0] + _SLOT * self._row, state[1] + _WORD * self._steps * self._row
-        scale, amax = slot + _WORD * SCALE, slot + _WORD * AMAX
-        *of_derivative, dropout = backward
+        if self._recipe.by_rows:
+            self._cast.launch(Call((x, out, transposed, *state), memory.stream), memory)
+            return
+        saved, *of_sums, dropout = backward
+        scale, amax = (slot_address(state[0], self._row, column) for column in (SCALE, AMAX))
         dropouts = dropout, None
-        if self._amax is not None and self._scales is not None:
+        if self._scales is not None:
             # The old scale was chosen for earlier values. It is set to 0, so that the update counts no overflow where
-            # the present values exceed what the old scale allowed.
+            # the present values exceed what the old scale allowed. Without results the cast only finds the maximum.
             driver_call("cuMemsetD32Async", scale, 0, 1, memory.stream)
-            self._amax.launch(Call((x, 0, 0, 0, amax, *of_derivative), memory.stream, dropouts=dropouts), memory)
-            self._scales.launch(Call((slot, history, 0), memory.stream), memory)
-        addresses = x, scale, out, transposed, amax if self._collects else 0, *of_derivative
+            self._cast.launch(Call((x, 0, 0, 0, amax, saved, 0, 0), memory.stream, dropouts=dropouts), memory)
+            history = state[1] + _WORD * self._recipe.steps * self._row
+            self._scales.launch(Call((slot_address(state[0], self._row), history, 0), memory.stream), memory)
+        collected = 0 if self._recipe.recipe == "current" else amax
+        addresses = x, scale, out, transposed, collected, saved, *of_sums
         self._cast.launch(Call(addresses, memory.stream, dropouts=dropouts), memory)
-        return _inverse_of(state[0], self._row)
-
-
-def _inverse_of(slots: int, row: int) -> int:
-    """The address of 1 / scale of a tensor."""
-    return slots + _SLOT * row + _WORD * INVERSE
-
-
-class RowCast:
-    """Like `Cast` without derivative and prologue, but with a scale for each row and for each row of the transpose."""
-
-    partial_bytes = 0
-
-    def __init__(
-        self, dtype: DType, source: Spec, row: int, precision: Precision, device: int, *, out: bool, transposed: bool
-    ) -> None:
-        rows, cols = source.layout.shape
-        self.spec, self.transposed = Spec(packed(rows, cols)), Spec(packed(cols, rows))
-        results = self.spec if out else None, self.transposed if transposed else None
-        self._cast = CastRowsPass(dtype, precision.recipe.dtypes[row].value, source, *results, device)
-
-    def put(
-        self, x: int, out: int, transposed: int, state: tuple[int, int], memory: StreamMemory, backward: object = None
-    ) -> int:
-        """As `Cast.put`, but `state` has the addresses for 1 / scale of the rows of `out` and of `transposed`."""
-        del backward  # a cast with a scale for each row applies neither a derivative nor a mask
-        self._cast.launch(Call((x, out, transposed, *state), memory.stream), memory)
-        return state[0]
 
 
 class Fp8ForwardPlan(Plan):
@@ -165,57 +142,55 @@ class Fp8ForwardPlan(Plan):
     The two dropout masks of a call are those of y and of the prologue.
 
     Args:
-        prologue: is applied to x before the cast. Unless it is the identity, x is BF16, `moves_tiles` holds for x, and
-            each tensor has one scale.
+        problem: a forward pass. Unless its prologue is the identity, x is BF16, `moves_tiles` holds for x, and each
+            tensor has one scale.
+
+    Attributes:
+        problem: the layer's.
 
     Raises:
         GpuError: the GPU does not multiply FP8 matrices.
     """
 
-    def __init__(
-        self, problem: ForwardProblem, precision: Precision, prologue: Prologue, needs: Needs, device: int
-    ) -> None:
-        self.problem, self.device = problem, device
-        of_x, of_w = (problem.dtype, problem.x, X), (problem.dtype, problem.w, W)
-        keeps_x, keeps_w = problem.backward and needs.dw, problem.backward and needs.dx
-        self._by_rows = by_rows = precision.recipe.by_rows
-        self._x: Cast | RowCast | None = None
-        if precision.has_x8:
-            assert not by_rows
-        elif by_rows:
-            self._x = RowCast(*of_x, precision, device, out=True, transposed=keeps_x)
-        else:
-            self._x = Cast(*of_x, precision, device, out=True, transposed=keeps_x, prologue=prologue)
-        make_w = RowCast if by_rows else Cast
-        self._w = None if precision.has_w8 else make_w(*of_w, precision, device, out=True, transposed=keeps_w)
-        x8, w8 = (Spec(packed(*each.layout.shape)) for each in (problem.x, problem.w))
-        in_scratch = not (precision.has_x8 or needs.x8), self._w is not None
-        self._bytes = tuple(own * aligned(each.layout.size) for own, each in zip(in_scratch, (x8, w8), strict=True))
-        # The bytes of two vectors: 1 / scale of each row of x, and of each row of w.
-        self._vector_bytes = tuple(by_rows * aligned(_WORD * each.layout.rows) for each in (problem.x, problem.w))
-        self.kept_spec = fp8_kept_spec(problem)
-        has_bias, is_16_bits = problem.bias is not None, problem.dtype.itemsize == 2
-        # An FP8 product takes a bias of BF16, or of D's type if D has 16 bits.
-        self._adds_bias = problem.bias is not None and is_16_bits and problem.bias >= VECTOR_BYTES
-        pass_adds = has_bias and not self._adds_bias
+    def __init__(self, problem: Fp8Problem, device: int) -> None:
+        layer, precision = problem.layer, problem.precision
+        assert isinstance(layer, ForwardProblem)
+        self.problem, self.device = layer, device
+        recipe, dtype, (rows, cols) = precision.recipe, layer.dtype, layer.y.layout.shape
+        self._by_rows = recipe.by_rows
+        self._x = self._w = None
+        if not precision.has_x8:
+            kept: dict[str, Any] = {"out": True, "transposed": layer.backward and precision.needs_dw}
+            self._x = Cast(dtype, layer.x, X, precision, device, **kept, prologue=problem.prologue)
+        if not precision.has_w8:
+            kept = {"out": True, "transposed": layer.backward and precision.needs_dx}
+            self._w = Cast(dtype, layer.w, W, precision, device, **kept)
+        self.kept_spec = fp8_kept_spec(layer)
         keeps_product = self.kept_spec is not None
-        has_pass = keeps_product or pass_adds or problem.dropout or problem.addend is not None
-        has_pass |= problem.activation != Activation()
+        # An FP8 product takes a bias of BF16, or of D's type if D has 16 bits.
+        self._adds_bias = layer.bias is not None and dtype.itemsize == 2 and layer.bias >= VECTOR_BYTES
+        pass_adds = layer.bias is not None and not self._adds_bias
+        has_pass = keeps_product or pass_adds or layer.dropout or layer.addend is not None
+        has_pass |= layer.activation != Activation()
         # The product may not lie in y before the pass has read an addend, because y may be the addend's memory.
-        self._is_apart = problem.addend is not None and not keeps_product
-        apart = Spec(packed(*problem.y.layout.shape, order=problem.y.layout.order))
-        d = self.kept_spec or (apart if self._is_apart else problem.y)
-        kinds, is_fast = precision.recipe.dtypes[:2], precision.recipe.fast_accumulation != "never"
-        operands = x8, w8.transposed, d
-        product = _product(kinds, problem.dtype, *operands, fast=is_fast, vectors=by_rows)
-        if self._adds_bias and problem.bias:
-            product = replace(product, epilogue=Epilogue.BIAS, bias_alignment=problem.bias)
+        self._is_apart = layer.addend is not None and not keeps_product
+        apart = Spec(packed(rows, cols, order=layer.y.layout.order))
+        d = self.kept_spec or (apart if self._is_apart else layer.y)
+        x8, w8 = (Spec(packed(*each.layout.shape)) for each in (layer.x, layer.w))
+        is_fast = recipe.fast_accumulation != "never"
+        product = _product(recipe.dtypes[:2], dtype, (x8, w8.transposed, d), fast=is_fast, vectors=recipe.by_rows)
+        if self._adds_bias and layer.bias:
+            product = replace(product, epilogue=Epilogue.BIAS, bias_alignment=layer.bias)
         self._product = known_algorithm(product, device)
         self.products = {"y": self._product}
-        kept = self.kept_spec if pass_adds else None
-        self._pass = ForwardPass(problem, product, kept, device) if has_pass else None
-        product_bytes = aligned(problem.dtype.itemsize * d.layout.size) if self._is_apart else 0
-        self._scratch_bytes = sum(self._vector_bytes) + sum(self._bytes) + product_bytes
+        self._pass = ForwardPass(layer, product, self.kept_spec if pass_adds else None, device) if has_pass else None
+        # 1 / scale of each row of x, and of each row of w; both in FP8; the product.
+        casts_x, casts_w = not (precision.has_x8 or precision.returns_x8), not precision.has_w8
+        sizes = (
+            *(self._by_rows * _WORD * each for each in (rows, cols)),
+            *(casts_x * x8.layout.size, casts_w * w8.layout.size, self._is_apart * dtype.itemsize * d.layout.size),
+        )
+        *self._offsets, self._scratch_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
@@ -227,24 +202,21 @@ class Fp8ForwardPlan(Plan):
         x, w, bias, y, kept, addend, slots, history, x_transposed, w_transposed, *others = call.addresses
         cast_slots, w8, given_x8, slots_of_x = others
         scratch = memory.scratch(self._scratch_bytes)
-        after_vectors = scratch + sum(self._vector_bytes)
-        x8 = given_x8 or after_vectors
-        states = [(slots, history)] * 2
+        row_scales, column_scales, own_x8, own_w8, apart = (scratch + offset for offset in self._offsets)
+        x8, w8 = given_x8 or own_x8, w8 or own_w8
         if self._by_rows:
-            kept_scales = cast_slots + _WORD * self.problem.x.layout.cols
-            states = [(scratch, cast_slots), (scratch + self._vector_bytes[0], kept_scales)]
+            inverses = row_scales, column_scales
+            of_x, of_w = (row_scales, cast_slots), (column_scales, cast_slots + _WORD * self.problem.x.layout.cols)
+        else:
+            inverses = slot_address(slots, X, INVERSE), slot_address(slots, W, INVERSE)
+            of_x = of_w = slots, history
         if self._x is None:
             driver_call("cuMemcpyDtoDAsync", slots + _SLOT * X, slots_of_x + _SLOT * X, _SLOT, memory.stream)
-            of_x = _inverse_of(slots, X)
         else:
-            of_x = self._x.put(x, x8, x_transposed, states[0], memory, (0, 0, 0, call.dropouts[1]))
-        if self._w is None:
-            of_w = _inverse_of(slots, W)
-        else:
-            w8 = after_vectors + self._bytes[0]
-            of_w = self._w.put(w, w8, w_transposed, states[1], memory)
-        inverses = of_x, of_w
-        product = after_vectors + sum(self._bytes) if self._is_apart else kept or y
+            self._x.put(x, x8, x_transposed, of_x, memory, (0, 0, 0, call.dropouts[1]))
+        if self._w is not None:
+            self._w.put(w, w8, w_transposed, of_w, memory)
+        product = apart if self._is_apart else kept or y
         vector = bias if self._adds_bias else 0
         self._product.put(Call((x8, w8, 0, vector, 0, product, *inverses), memory.stream), memory)
         if self._pass is not None:
@@ -254,11 +226,11 @@ class Fp8ForwardPlan(Plan):
 
 
 def _product(
-    kinds: tuple[DType, DType], result: DType, a: Spec, b: Spec, d: Spec, *, fast: bool, vectors: bool
+    kinds: tuple[DType, DType], result: DType, matrices: tuple[Spec, Spec, Spec], *, fast: bool, vectors: bool
 ) -> MatmulProblem:
-    """A product of matrices of two FP8 types with a scale each, or with `vectors` of scales."""
+    """A product A · B = D of matrices of two FP8 types with a scale each, or with `vectors` of scales."""
     other = None if kinds[0] is kinds[1] else kinds[1]
-    plain = MatmulProblem(kinds[0], result, Compute.FLOAT32, a, b, d)
+    plain = MatmulProblem(kinds[0], result, Compute.FLOAT32, *matrices)
     return replace(plain, b_dtype=other, scales=_SCALES, fast_accumulation=fast, scale_vectors=vectors)
 
 
@@ -288,61 +260,61 @@ class Fp8BackwardPlan(Plan):
     A call has the addresses of dy, forward's copy of the slots (scales) of x and w, the transposes of x and w in FP8,
     the saved tensor, dx, dw, db and dz, then of the layer's slots and its history of largest magnitudes.
 
+    With `Precision.has_dy8` dy is dz, and is in FP8 already; its rows may have gaps. A call then has the address of dy
+    in FP8 in the place of dy, and that of the transpose in the place of the saved tensor. The plan then makes no bias
+    gradient.
+
     Args:
-        problem: the layer's gradients, without an `input_derivative`; its x and w are not read.
-        is_cast: whether dy is dz, and is in FP8 already; its rows may have gaps. A call then has the address of dy in
-            FP8 in the place of dy, and that of the transpose in the place of the saved tensor; the plan makes no bias
-            gradient.
+        problem: a backward pass, without an `input_derivative`; its x and w are not read.
+
+    Attributes:
+        problem: the layer's.
 
     Raises:
         GpuError: the GPU does not multiply FP8 matrices.
     """
 
-    def __init__(self, problem: BackwardProblem, precision: Precision, device: int, *, is_cast: bool = False) -> None:
-        self.problem, self.device = problem, device
-        derivative, recipe, accumulate = problem.output_derivative, precision.recipe, problem.accumulate
+    def __init__(self, problem: Fp8Problem, device: int) -> None:
+        layer, precision = problem.layer, problem.precision
+        assert isinstance(layer, BackwardProblem)
+        self.problem, self.device = layer, device
+        derivative, dtype, recipe = layer.output_derivative, layer.dtype, precision.recipe
         has_work = not derivative.is_identity or derivative.db is not None
-        reads = [(problem.dtype, each) for each in (problem.dy, derivative.saved_spec) if each is not None]
-        in_cast = has_work and casts_dz(problem, precision) and moves_tiles(*reads, out=None, transposed=None)
-        self._makes_dz = not in_cast and (not derivative.is_identity or problem.dz is not None)
-        dz = dz_spec(problem) if self._makes_dz else problem.dy
+        reads = [(dtype, each) for each in (layer.dy, derivative.saved_spec) if each is not None]
+        in_cast = has_work and casts_dz(layer, precision) and moves_tiles(*reads, out=None, transposed=None)
+        self._makes_dz = not in_cast and (not derivative.is_identity or layer.dz is not None)
+        dz, options = dz_spec(layer) if self._makes_dz else layer.dy, {"accumulate": layer.accumulate}
         self._pass = None
         if self._makes_dz or (derivative.db is not None and not in_cast):
-            written = dz if self._makes_dz else None
-            self._pass = BackwardPass(problem.dtype, derivative, problem.dy, written, device, accumulate=accumulate)
-        needs_dx, needs_dw = problem.dx is not None, problem.dw is not None
-        self._cast: Cast | RowCast | None = None
-        of_dz = problem.dtype, dz, DY, precision, device
-        by_rows = recipe.by_rows
-        if by_rows:
-            self._cast = RowCast(*of_dz, out=needs_dx, transposed=needs_dw)
-        elif not is_cast:
-            derived = derivative if in_cast else None
-            self._cast = Cast(*of_dz, out=needs_dx, transposed=needs_dw, derivative=derived, accumulate=accumulate)
-        _, kind, gradient = recipe.dtypes
-        (m, k), n = problem.x.layout.shape, problem.w.layout.rows
-        out, transposed = problem.dy if is_cast else Spec(packed(m, n)), Spec(packed(n, m))
-        kinds, is_fast = (gradient, kind), recipe.fast_accumulation == "always"
-        w, x = Spec(packed(k, n)).transposed, Spec(packed(k, m)).transposed
-        found = {}
-        if problem.dx is not None:
-            found["dx"] = _product(kinds, problem.dtype, out, w, problem.dx, fast=is_fast, vectors=by_rows)
-        if problem.dw is not None:
-            found["dw"] = _product(kinds, problem.dtype, transposed, x, problem.dw, fast=is_fast, vectors=by_rows)
-        self._adds = {"dx": problem.accumulate_dx, "dw": problem.accumulate}
-        added = {name: replace(each, c=each.d if self._adds[name] else None) for name, each in found.items()}
-        self.products = {name: known_algorithm(each, device) for name, each in added.items()}
-        keeps_dz = self._makes_dz and problem.dz is None
-        self._dz_bytes = aligned(dz.layout.extent * problem.dtype.itemsize) if keeps_dz else 0
-        sums = self._pass or self._cast
-        self._partial_bytes = aligned(sums.partial_bytes) if sums else 0
-        # Bytes of dz in FP8, row-major and transposed.
-        self._cast_bytes = (0, 0) if is_cast else (needs_dx * aligned(m * n), needs_dw * aligned(m * n))
-        # The bytes of two vectors: 1 / scale of each row of dz, and of each of its columns.
-        self._vector_bytes = by_rows * aligned(_WORD * m), by_rows * aligned(_WORD * n)
-        # Distance in bytes from the scales of the x that forward kept to those of w.
-        self._pitch = _WORD * k if by_rows else _SLOT
-        self._scratch_bytes = self._dz_bytes + self._partial_bytes + sum(self._cast_bytes) + sum(self._vector_bytes)
+            self._pass = BackwardPass(dtype, derivative, layer.dy, dz if self._makes_dz else None, device, **options)
+        needs_dx, needs_dw = layer.dx is not None, layer.dw is not None
+        self._cast = None
+        if not precision.has_dy8:
+            derived: dict[str, Any] = {"derivative": derivative if in_cast else None, **options}
+            self._cast = Cast(dtype, dz, DY, precision, device, out=needs_dx, transposed=needs_dw, **derived)
+        (m, k), n, (_, kind, gradient) = layer.x.layout.shape, layer.w.layout.rows, recipe.dtypes
+        dy8 = layer.dy if precision.has_dy8 else Spec(packed(m, n))
+        operands = {
+            "dx": (dy8, Spec(packed(k, n)).transposed, layer.dx, layer.accumulate_dx),
+            "dw": (Spec(packed(n, m)), Spec(packed(k, m)).transposed, layer.dw, layer.accumulate),
+        }
+        self.products, self._adds = {}, {name: adds for name, (*_, adds) in operands.items()}
+        for name, (a, b, d, adds) in operands.items():
+            if d is not None:
+                how = {"fast": recipe.fast_accumulation == "always", "vectors": recipe.by_rows}
+                product = _product((gradient, kind), dtype, (a, b, d), **how)
+                self.products[name] = known_algorithm(replace(product, c=d if adds else None), device)
+        # dz; partial sums of the bias gradient; dz in FP8 and its transpose; 1 / scale of each row of both.
+        keeps_dz, sums, self._by_rows = self._makes_dz and layer.dz is None, self._pass or self._cast, recipe.by_rows
+        casts = self._cast is not None
+        sizes = (
+            *(keeps_dz * dz.layout.extent * dtype.itemsize, sums.partial_bytes if sums else 0),
+            *(casts * needs_dx * m * n, casts * needs_dw * m * n),
+            *(self._by_rows * _WORD * each for each in (m, n)),
+        )
+        *self._offsets, self._scratch_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
+        # Distance in bytes from 1 / scale of the x that forward kept, its first word, to that of w.
+        self._pitch = _WORD * k if self._by_rows else _SLOT
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
@@ -354,30 +326,27 @@ class Fp8BackwardPlan(Plan):
         """See `Plan`."""
         dy, cast_slots, x_transposed, w_transposed, saved, dx, dw, db, dz, slots, history = call.addresses
         scratch = memory.scratch(self._scratch_bytes)
-        partial = scratch + self._dz_bytes
-        dz8 = partial + self._partial_bytes
-        dz8_transposed = dz8 + self._cast_bytes[0]
-        dz = (dz or scratch) if self._makes_dz else dy
+        own_dz, partial, dz8, dz8_transposed, *row_scales = (scratch + offset for offset in self._offsets)
+        dz = (dz or own_dz) if self._makes_dz else dy
         if self._pass is not None:
             self._pass.launch(dy, saved, dz, db, partial, call.dropouts[0], memory)
         if not self.products:
             return
-        row_scales = slots + _SLOT * DY + _WORD * INVERSE
+        if self._by_rows:
+            of_dx, of_dw = state = row_scales
+        else:
+            of_dx, of_dw = [slot_address(slots, DY, INVERSE)] * 2
+            state = [slots, history]
         if self._cast is None:
             dz8, dz8_transposed = dy, saved
         else:
-            vectors = dz8_transposed + self._cast_bytes[1]
-            state = (vectors, vectors + self._vector_bytes[0]) if sum(self._vector_bytes) else (slots, history)
-            of_derivative = saved, db, partial, call.dropouts[0]
-            row_scales = self._cast.put(dz, dz8, dz8_transposed, state, memory, of_derivative)
-        # If dz has one scale for all elements, both products read it at the same address.
-        col_scales = row_scales + self._vector_bytes[0]
+            self._cast.put(dz, dz8, dz8_transposed, state, memory, (saved, db, partial, call.dropouts[0]))
+        of_x, of_w = cast_slots + self._pitch * X, cast_slots + self._pitch * W
         operands = {
-            "dx": (dz8, w_transposed, dx, W, row_scales),
-            "dw": (dz8_transposed, x_transposed, dw, X, col_scales),
+            "dx": (dz8, w_transposed, dx, of_dx, of_w),
+            "dw": (dz8_transposed, x_transposed, dw, of_dw, of_x),
         }
         for name, product in self.products.items():
-            a, b, d, row, scales = operands[name]
-            inverses = scales, cast_slots + self._pitch * row + _WORD * INVERSE
+            a, b, d, *inverses = operands[name]
             scalars = 1.0, float(self._adds[name])
             product.put(Call((a, b, d, 0, 0, d, *inverses), memory.stream, scalars), memory)

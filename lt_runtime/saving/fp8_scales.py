@@ -136,9 +136,8 @@ def _layers(model: Block) -> dict[str, Linear]:
 def _fits(state: FP8State, values: Arrays) -> bool:
     """Whether a file's scales are for the types of a layer's recipe, and the file's history has the recipe's length."""
     recipe = state.recipe
-    steps = recipe.history if recipe.recipe == "delayed" else 1
     types = fp8_slots([each.value for each in recipe.dtypes])[:, LARGEST_NUMBER]
-    return values["history"].shape[1] == steps and bool((values["slots"][:, LARGEST_NUMBER] == types).all())
+    return values["history"].shape[1] == recipe.steps and bool((values["slots"][:, LARGEST_NUMBER] == types).all())
 
 
 def _fault(values: Arrays) -> str:

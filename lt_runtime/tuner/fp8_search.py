@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lt_runtime.errors import GpuError
-from lt_runtime.fp8 import Fp8ChainProblem, Needs, Precision, Prologue
+from lt_runtime.fp8 import Fp8ChainProblem, Fp8Problem, Precision, Prologue
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.fp8 import ScalesPass
 from lt_runtime.layout import packed
@@ -58,12 +58,13 @@ def fp8_plans(problem: Fp8ChainProblem, device: int) -> list[tuple[int, Plan]]:
         ((forward, backward),) = LayerChain.of_fp8(_layer_of(problem, i)).keeping({0: kept}).layers
         assert forward is not None
         assert backward is not None
-        needs, of_layer, prologue = Needs(backward.dx is not None), prologue, Prologue()
+        of_layer, prologue = prologue, Prologue()
         if _defers(problem, i):
             forward, prologue = replace(forward, activation=Activation()), Prologue(activation)
-        of_forward = replace(precision, has_w8=i < len(problem.written) and problem.written[i])
-        forwards.append((i, Fp8ForwardPlan(forward, of_forward, of_layer, needs, device)))
-        backwards.append((i, Fp8BackwardPlan(backward, precision, device)))
+        is_written, needs_dx = i < len(problem.written) and problem.written[i], backward.dx is not None
+        of_forward = replace(precision, has_w8=is_written, needs_dx=needs_dx)
+        forwards.append((i, Fp8ForwardPlan(Fp8Problem(forward, of_forward, of_layer), device)))
+        backwards.append((i, Fp8BackwardPlan(Fp8Problem(backward, precision), device)))
         if problem.recipe.recipe == "delayed":
             scales = ScalesPass(3, problem.recipe.history, problem.recipe.headroom, device)
             updates.append((i, PassPlan(scales, device)))

@@ -17,12 +17,11 @@ from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, dropouts_of, perform
 from lt_runtime.ops.fp8.state import FP8State
-from lt_runtime.plans.fp8 import DY
+from lt_runtime.plans.fp8 import DY, slot_address
 from lt_runtime.problem import DType, Philox, type_name
-from lt_runtime.reference.fp8 import AMAX, FP8_TYPES, SCALE, SLOT_WIDTH, amax_of
+from lt_runtime.reference.fp8 import AMAX, FP8_TYPES, SCALE, amax_of
 from lt_runtime.reference.products import rows_of
 
-_WORD: Final = 4  # Bytes of an FP32 number.
 _GATED_ROWS: Final = 2  # Index of the gradient in FP8 among the arrays of `CastGated`; its transpose follows.
 _LOSS, _GRADIENT, _LOSS_ROWS = 3, 5, 6  # Indices among the arrays of `CastLoss`.
 
@@ -55,8 +54,7 @@ def _new_cast(place: int, kind: str, like: Operand) -> dict[int, New]:
 
 def _scale_and_amax(slots: int) -> tuple[int, int]:
     """The addresses of dy's scale and largest magnitude, from that of a layer's slots."""
-    slot = slots + _WORD * SLOT_WIDTH * DY
-    return slot + _WORD * SCALE, slot + _WORD * AMAX
+    return slot_address(slots, DY, SCALE), slot_address(slots, DY, AMAX)
 
 
 class CastGated(PassOperation):

@@ -15,10 +15,11 @@ from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.operand import HOST, Operand
 from lt_runtime.arrays.transfer import writes
 from lt_runtime.errors import AlignmentError, ArgumentError, LayoutError
-from lt_runtime.fp8 import UNIT, Fp8Problem, Needs, Precision, Prologue
+from lt_runtime.fp8 import UNIT, Fp8Problem, Precision, Prologue
 from lt_runtime.layout import packed
 from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops._linear import (
+    FIRST_OUTPUT,
     FORWARD,
     BackwardOptions,
     LinearBackward,
@@ -26,17 +27,16 @@ from lt_runtime.ops._linear import (
     LinearForward,
     LinearGradients,
     context_of,
-    derivative_of,
-    wanted_gradients,
+    write_gradients,
 )
-from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform, result_spec
+from lt_runtime.ops.call import New, PreparedCall, Request, perform
 from lt_runtime.ops.first_use import before_first_use
 from lt_runtime.ops.fp8.choice import Candidate, choose
 from lt_runtime.ops.fp8.gradients import CastGradient
-from lt_runtime.ops.fp8.state import FP8State, arrays_of, precision_of
+from lt_runtime.ops.fp8.state import FP8State, arrays_of, must_calibrate
+from lt_runtime.plans import cache
 from lt_runtime.plans.fp8 import DY, Fp8BackwardPlan, Fp8ForwardPlan, W, X, casts_dz, fp8_kept_spec
-from lt_runtime.plans.strategies import unchanged
-from lt_runtime.problem import Activation, BackwardProblem, Compute, Philox, Saved, Spec, type_name
+from lt_runtime.problem import Activation, Philox, Saved, Spec, type_name
 from lt_runtime.products.plan import Plan
 from lt_runtime.reference.fp8 import (
     AMAX,
@@ -54,9 +54,6 @@ from lt_runtime.reference.products import rows_of
 _E4M3: Final = FP8_TYPES["float8_e4m3fn"]
 # Indices of a forward call's arrays.
 _KEPT, _SLOTS, _HISTORY, _X8, _W8, _CAST, _GIVEN_X8 = 4, 6, 7, 8, 9, 10, 12
-_OUTPUTS: Final = ("dx", "dw", "db", "dz")
-# Index of the first output among the arrays of a backward call.
-_FIRST: Final = 5
 
 
 def _cast_on_host(
@@ -68,14 +65,14 @@ def _cast_on_host(
     in the slot is first computed from x; see `Cast` and `RowCast`.
     """
     recipe, slot = precision.recipe, slots[row]
-    dtype, is_current = recipe.dtypes[row].value, recipe.recipe == "current"
+    dtype = recipe.dtypes[row].value
     if recipe.by_rows:
         cast, scales = cast_fp8_rows(x, dtype)
         return cast.astype(np.float64) * scales[:, None], *cast_fp8_rows(x.T, dtype)
     if precision.calibrates:
         slot[SCALE], slot[AMAX] = 0, np.maximum(slot[AMAX], amax_of(x))
-        update_fp8_scales(slots[row : row + 1], history[row : row + 1], 1.0 if is_current else recipe.headroom)
-    if not is_current:
+        update_fp8_scales(slots[row : row + 1], history[row : row + 1], recipe.margin)
+    if recipe.recipe == "delayed":
         slot[AMAX] = amax_of(np.array([slot[AMAX], amax_of(x)]))
     cast = cast_fp8(x, slot[SCALE], dtype)
     return cast.astype(np.float64) * slot[INVERSE], cast.T, slot
@@ -118,16 +115,16 @@ def _check_products(*operands: Operand | None) -> None:
 class Fp8Forward(LinearForward):
     """`LinearForward` with the product in FP8.
 
-    The last four options of a call are its `Precision`; the `Prologue` that the cast of x applies, whose dropout mask
-    the call's second random generator draws; the `Needs` of backward; and whether activation and dropout are left to
-    the next layer's prologue. In that case y is the pre-activation, and is saved for backward.
+    The last three options of a call are its `Precision`; the `Prologue` that the cast of x applies, whose dropout mask
+    the call's second random generator draws; and whether activation and dropout are left to the next layer's prologue.
+    In that case y is the pre-activation, and is saved for backward.
     """
 
     names = (*LinearForward.names, "slots", "history", "x8", "w8", "cast_slots", "w8_given", "x8_given", "slots_of_x")
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
-        *of_layer, precision, prologue, needs, defers = options
+        *of_layer, precision, prologue, defers = options
         x, _, _, y, z, _ = operands[:_SLOTS]
         if prologue.gated:
             x = replace(x, shape=(*x.shape[:-1], x.shape[-1] // 2))  # the gate, the left half of each row
@@ -137,15 +134,17 @@ class Fp8Forward(LinearForward):
         if layer.backward:
             width = k if precision.recipe.by_rows else SLOT_WIDTH
             new[_CAST] = New((2, width), np.dtype(np.float32), x.library)
-            kept = (needs.dw and not precision.has_x8, _X8, m), (needs.dx and not precision.has_w8, _W8, n)
-            new |= {place: New((k, size), _E4M3, x.library) for is_read, place, size in kept if is_read}
-        if needs.x8:
+            if precision.needs_dw and not precision.has_x8:
+                new[_X8] = New((k, m), _E4M3, x.library)
+            if precision.needs_dx and not precision.has_w8:
+                new[_W8] = New((k, n), _E4M3, x.library)
+        if precision.returns_x8:
             new[_GIVEN_X8] = New((m, k), _E4M3, x.library)
         dropouts = request.detail.dropout, prologue.dropout
         if defers:
             layer, dropouts = replace(layer, activation=Activation(), dropout=False), (0.0, prologue.dropout)
         return request._replace(
-            problem=Fp8Problem(layer, precision, prologue, needs),
+            problem=Fp8Problem(layer, precision, prologue),
             written=(_SLOTS, _HISTORY, *new, *request.written),
             new=new,
             dropouts=dropouts if any(dropouts) else None,
@@ -153,9 +152,7 @@ class Fp8Forward(LinearForward):
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        problem = request.problem
-        given = problem.layer, problem.precision, problem.prologue, problem.needs
-        return _measured(lambda: Fp8ForwardPlan(*given, device), device)
+        return _measured(Fp8ForwardPlan, request.problem, device)
 
     def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
         """See `Operation`: the pre-activation is saved if there is an activation."""
@@ -204,15 +201,15 @@ class Fp8Forward(LinearForward):
 
 
 class Fp8Backward(LinearBackward):
-    """Computes the gradients of a layer that `Fp8Forward` ran. A call's last option is the `Precision`."""
+    """Computes the gradients of a layer that `Fp8Forward` ran. A call's last option is the `Precision`.
+
+    If dy is in FP8 already (a `CastGradient`), a call gets its transpose in the place of the saved tensor.
+    """
 
     names = (
-        "dy",
-        "cast_slots",
-        "x8",
-        "w8",
-        "the saved tensor",
-        *(f"out_{name}" for name in _OUTPUTS),
+        *("dy", "cast_slots", "x8", "w8"),
+        *LinearBackward.names[3:4],
+        *LinearBackward.names[5:9],
         "slots",
         "history",
     )
@@ -223,105 +220,62 @@ class Fp8Backward(LinearBackward):
         *of_layer, precision = options
         given = BackwardOptions.of(of_layer)
         dy, _, x8, w8, saved, *outputs, _, _ = operands
-        layer = given.layer
-        (m, n, k), dtype = layer.shape, dy.element_type()
-        check_type(dy, layer.dtype)
-        shape = (*dy.shape[:-1], n)
+        (m, n, k), dtype = given.layer.shape, given.layer.dtype
+        if precision.has_dy8:
+            dy, saved = replace(dy, dtype=dtype), None
+        dy.element_type()
+        check_type(dy, dtype)
         check_shape("dy", (dy.layout.rows, dy.shape[-1]), (m, n), "y's rows and columns")
-        buffers = dict(zip(_OUTPUTS, outputs, strict=True))
-        wanted = wanted_gradients(given, {**buffers, "db_below": None})
+        factors = Spec(packed(m, k)), Spec(packed(n, k))
+        request = self.request(given, dy, (saved, None), (*outputs, None), factors, dy)
         for name, kept in (("dx", w8), ("dw", x8)):
-            if wanted[name] and kept is None:
+            if getattr(request.problem, name) is not None and kept is None:
                 found = f"need_{name} is True, but needs_{name} of the precision was False when linear_fwd was called"
                 raise ArgumentError(f"{found}, which kept no operand for it; set it to True before")
-        shapes = {"dx": (*dy.shape[:-1], k), "dw": (n, k), "db": (n,), "dz": shape}
-        new: dict[int, New] = {}
-        places = [(place, name) for place, name in enumerate(_OUTPUTS, _FIRST) if wanted[name]]
-        specs = {name: result_spec(place, buffers[name], shapes[name], dy, new) for place, name in places}
-        _check_products(buffers["dx"], buffers["dw"])
-        own = derivative_of(layer, saved, specs.get("db"))
-        own = unchanged(own.db) if given.before_activation else own
-        x, w = (Spec(packed(*size)) for size in ((m, k), (n, k)))
-        results = specs.get("dx"), specs.get("dw"), specs.get("dz")
-        adds = given.accumulate_dx and given.need_dx
-        kinds = dtype, Compute.FLOAT32
-        problem = BackwardProblem(*kinds, x, w, dy.spec, own, *results, given.accumulate, None, adds)
-        drops = not given.before_activation and layer.dropout > 0
-        written = (*range(_FIRST, len(self.names) - 2), len(self.names) - 2, len(self.names) - 1)
-        dropouts = (layer.dropout, 0.0) if drops else None
-        return Request(Fp8Problem(problem, precision), written, new, given, dropouts=dropouts)
+        _check_products(*outputs[:2])
+        return request._replace(problem=Fp8Problem(request.problem, precision))
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        problem = request.problem
-        return _measured(lambda: Fp8BackwardPlan(problem.layer, problem.precision, device), device)
+        return _measured(Fp8BackwardPlan, request.problem, device)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
-        dy, cast_slots, x8, w8, saved, dx, dw, db, dz, _, _ = arrays
+        dy, cast_slots, x8, w8, saved, *outputs, slots, history = arrays
         options, problem, precision = request.detail, request.problem.layer, request.problem.precision
         exact = rows_of(dy).astype(np.float64)
         if not (options.before_activation or problem.output_derivative.is_identity):
             z, layer = exact if saved is None else rows_of(saved), options.layer
             factors = reference.dropout_factors(layer.shape[:2], layer.dropout, scalars[0])
             exact = reference.through_activation(exact, z, layer.activation, factors)
-        rounded = exact.astype(dy.dtype)
-        results = {"db": (db, exact.sum(axis=0)), "dz": (dz, rounded)}
-        if dx is not None or dw is not None:
-            source = exact.astype(np.float32) if casts_dz(problem, precision) else rounded
-            cast, transposed, scales = self.cast_on_host(source, precision, arrays)
+        values = {"db": exact.sum(axis=0), "dz": exact}
+        if problem.dx is not None or problem.dw is not None:
+            if precision.has_dy8:
+                cast, transposed, scales = saved.T.astype(np.float64) * slots[DY, INVERSE], saved, slots[DY]
+            else:
+                source = exact.astype(np.float32 if casts_dz(problem, precision) else dy.dtype)
+                cast, transposed, scales = _cast_on_host(source, DY, precision, slots, history)
             turned = _exact(transposed, scales, precision)
-            for name, out, left, kept, row in (("dx", dx, cast, w8, W), ("dw", dw, turned, x8, X)):
-                if out is not None:
-                    results[name] = out, left @ _exact(kept, cast_slots[row], precision).T
-        for name, (out, values) in results.items():
-            if out is not None:
-                adds = options.accumulate_dx if name == "dx" else options.accumulate and name != "dz"
-                out[...] = (values.reshape(out.shape) + (out.astype(np.float64) if adds else 0.0)).astype(out.dtype)
-
-    def cast_on_host(self, dz: NDArray[Any], precision: Precision, arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """Returns dz, its transpose and its scales as `_cast_on_host` does; `arrays` are those of the call."""
-        return _cast_on_host(dz, DY, precision, *arrays[-2:])
+            for name, left, kept, row in (("dx", cast, w8, W), ("dw", turned, x8, X)):
+                if getattr(problem, name) is not None:
+                    values[name] = left @ _exact(kept, cast_slots[row], precision).T
+        write_gradients(options, values, (*outputs, None))
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> LinearGradients:
         """See `Operation`."""
-        return LinearGradients(*arrays[_FIRST : _FIRST + 3])
+        return LinearGradients(*arrays[FIRST_OUTPUT : FIRST_OUTPUT + 3])
 
 
-class Fp8CastBackward(Fp8Backward):
-    """`Fp8Backward` for a dy that is in FP8 already (a `CastGradient`).
-
-    A call gets the transpose of dy in the argument that otherwise is the saved tensor.
-    """
-
-    def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
-        """See `Operation`."""
-        dy, *kept, _ = operands[:_FIRST]
-        given = replace(dy, dtype=options[0].dtype), *kept, None, *operands[_FIRST:]
-        return super().read(given, options, scalars)
-
-    def plan(self, request: Request, device: int, stream: int) -> Plan:
-        """See `Operation`."""
-        problem = request.problem
-        return _measured(lambda: Fp8BackwardPlan(problem.layer, problem.precision, device, is_cast=True), device)
-
-    def cast_on_host(self, dz: NDArray[Any], precision: Precision, arrays: Sequence[Any]) -> tuple[Any, Any, Any]:
-        """See `Fp8Backward`."""
-        slot, transposed = arrays[-2][DY], arrays[_FIRST - 1]
-        return transposed.T.astype(np.float64) * slot[INVERSE], transposed, slot
-
-
-def _measured(make: Callable[[], Plan], device: int) -> Plan:
+def _measured(make: Callable[[Fp8Problem, int], Plan], problem: Fp8Problem, device: int) -> Plan:
     """Makes a plan. If tuning is on, the plan's products are measured first, and the plan uses the results."""
-    plan = make()
+    plan, generation = make(problem, device), cache.generation
     for each in plan.products.values():
         before_first_use(each.problem, device)
-    return make()
+    return plan if cache.generation is generation else make(problem, device)
 
 
 _FORWARD: Final = Fp8Forward()
 _BACKWARD: Final = Fp8Backward()
-_CAST_BACKWARD: Final = Fp8CastBackward()
 
 
 class LinearCall(NamedTuple):
@@ -401,23 +355,23 @@ def forward_in_fp8(
             output of the layer or gate.
         defers: whether to leave activation and dropout to the next layer, as `below`.
     """
-    precision, w8, w8_transposed = precision_of(state, X, W), None, None
-    if precision.calibrates:
+    calibrates, (w8, w8_transposed), source = must_calibrate(state, X, W), (None, None), given.same_x
+    if calibrates:
         writes.latest = None
         state.changes += 1
     elif state.copies is not None and (state.copies[1] is not None or not state.needs_dx):
-        precision, (w8, w8_transposed) = replace(precision, has_w8=True), state.copies
-    x8_transposed = x8 = slots_of_x = None
-    if given.same_x is not None:
-        precision = replace(precision, has_x8=True)
-        x8_transposed, x8, slots_of_x = given.same_x.x, given.same_x.x8, given.same_x.state.slots
+        w8, w8_transposed = state.copies
+    of_source = (None, None, None) if source is None else (source.x, source.x8, source.state.slots)
+    x8_transposed, x8, slots_of_x = of_source
     arrays = *given.arrays, *arrays_of(state, given.arrays[0]), x8_transposed, w8_transposed, None, w8, x8, slots_of_x
     prologue = Prologue()
     if below is not None:
         prologue = Prologue(below.activation, below.dropout, isinstance(below, GatedContext))
-    how = precision, prologue, Needs(state.needs_dx, state.needs_dw, given.keeps_x8), defers
+    has_w8, has_x8, needs = w8 is not None, source is not None, (state.needs_dx, state.needs_dw)
+    precision = Precision(state.recipe, calibrates, has_w8, has_x8, False, *needs, given.keeps_x8)
+    options = *given.options, precision, prologue, defers
     rngs = given.rng, below and below.rng
-    y, context = perform(_FORWARD, arrays, (*given.options, *how), rngs, given.stream)
+    y, context = perform(_FORWARD, arrays, options, rngs, given.stream)
     state.calibrated |= {X, W}
     context.state = state
     return y, context
@@ -431,11 +385,12 @@ def backward(
     Args:
         dy: an array; or, for a layer without activation and dropout, a `CastGradient`.
     """
-    operation: Operation = _BACKWARD
-    if isinstance(dy, CastGradient):
-        operation, (dy, saved) = _CAST_BACKWARD, dy
-    arrays = dy, ctx.cast_slots, ctx.x, ctx.w, saved, *outputs, *arrays_of(ctx.state, dy)
-    made: LinearGradients = perform(operation, arrays, (*options, precision_of(ctx.state, DY)), (ctx.rng, None), stream)
+    state, has_dy8 = ctx.state, isinstance(dy, CastGradient)
+    if has_dy8:
+        dy, saved = dy
+    precision = Precision(state.recipe, must_calibrate(state, DY), has_dy8=has_dy8)
+    arrays = dy, ctx.cast_slots, ctx.x, ctx.w, saved, *outputs, *arrays_of(state, dy)
+    made: LinearGradients = perform(_BACKWARD, arrays, (*options, precision), (ctx.rng, None), stream)
     if made.dx is not None or made.dw is not None:
-        ctx.state.calibrated |= {DY}
+        state.calibrated |= {DY}
     return made

@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from lt_runtime.arguments import check_instance
 from lt_runtime.arrays.checks import check_shape, check_type
-from lt_runtime.arrays.operand import CUPY, HOST, device_of, library_of, read
+from lt_runtime.arrays.operand import CUPY, HOST, device_of, read
 from lt_runtime.arrays.transfer import fetch, host_values, host_zeros, replace_all, store, writes
 from lt_runtime.errors import ArgumentError, ShapeError
-from lt_runtime.fp8 import FP8, Precision
+from lt_runtime.fp8 import FP8
 from lt_runtime.kernels.fp8 import ScalesPass
+from lt_runtime.ops._parameters import host_access
 from lt_runtime.ops.call import PassOperation, Request, perform
 from lt_runtime.reference.fp8 import OVERFLOWS, SCALE, fp8_slots, update_fp8_scales
 
@@ -110,7 +111,9 @@ class FP8State:
             return {}
         arrays = {"slots": self.slots, "history": self.history}
         calibrated = np.isin(np.arange(3), list(self.calibrated))
-        return {name: _host(name, array).copy() for name, array in arrays.items()} | {"calibrated": calibrated}
+        return {name: fetch(*host_access(name, array)).copy() for name, array in arrays.items()} | {
+            "calibrated": calibrated
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], *, like: Any = None) -> None:
         """Replaces scales and history by those of a `state_dict`.
@@ -132,9 +135,7 @@ class FP8State:
             arrays_of(self, like)
         loaded = []
         for name, array in (("slots", self.slots), ("history", self.history)):
-            device = device_of(name, array)
-            stream = 0 if device == HOST else library_of(array).current_stream(device)
-            operand = read(name, array, stream)
+            operand, stream = host_access(name, array)
             values = host_values(f"state[{name!r}]", state[name]).astype(np.float32)
             check_shape(f"state[{name!r}]", values.shape, operand.shape, "as the recipe has")
             loaded.append((operand, values, stream))
@@ -145,48 +146,35 @@ class FP8State:
     def _column(self, column: int) -> dict[str, float]:
         if self.slots is None:
             raise ArgumentError("the state has no scales yet: pass it to lt.linear_fwd(..., precision=state) first")
-        return dict(zip(_TENSORS, map(float, _host("slots", self.slots)[:, column]), strict=True))
-
-
-def _host(name: str, array: Any) -> NDArray[Any]:
-    """The values of one of the state's arrays, once the current stream has computed them."""
-    device = device_of(name, array)
-    stream = 0 if device == HOST else CUPY.current_stream(device)
-    return fetch(read(name, array, stream), stream)
+        return dict(zip(_TENSORS, map(float, fetch(*host_access("slots", self.slots))[:, column]), strict=True))
 
 
 def arrays_of(state: FP8State, x: Any) -> tuple[Any, Any]:
     """Slots and history of a state. The first call makes them on the device of x, and waits for the copies."""
-    if state.slots is not None:
-        return state.slots, state.history
-    device = device_of("x", x)
-    slots = fp8_slots([each.value for each in state.recipe.dtypes])
-    steps = state.recipe.history if state.recipe.recipe == "delayed" else 1
-    made = []
-    for values in (slots, np.zeros((len(slots), steps), np.float32)):
-        if device == HOST:
-            array = host_zeros(values.size, values.dtype).reshape(values.shape)
-            array[...] = values
-        else:
-            stream = CUPY.current_stream(device)
-            array = CUPY.empty(values.shape, values.dtype, device, stream)
-            store(read("the scales", array, stream), values, stream)
-        made.append(array)
-    state.slots, state.history = made
+    if state.slots is None:
+        device, slots = device_of("x", x), fp8_slots([each.value for each in state.recipe.dtypes])
+        stream, made = 0 if device == HOST else CUPY.current_stream(device), list[Any]()
+        for values in (slots, np.zeros((len(slots), state.recipe.steps), np.float32)):
+            if device == HOST:
+                made.append(host_zeros(values.size, values.dtype).reshape(values.shape))
+                made[-1][...] = values
+            else:
+                made.append(CUPY.empty(values.shape, values.dtype, device, stream))
+                store(read("the scales", made[-1], stream), values, stream)
+        state.slots, state.history = made
     return state.slots, state.history
 
 
-def precision_of(state: FP8State, *rows: int) -> Precision:
-    """The `Precision` of a call that casts some of a layer's tensors.
+def must_calibrate(state: FP8State, *rows: int) -> bool:
+    """Whether a call that casts some of a layer's tensors has to compute their scales first.
 
-    The call computes scales first if one of these tensors has none yet, with the recipe "current" always, and with
-    "rowwise" never.
+    It has to if one of these tensors has no scale yet, with the recipe "current" always, and with "rowwise" never.
 
     Args:
         rows: the rows of `FP8State.slots` for the tensors that are cast: 0 for x, 1 for w, 2 for dy.
     """
-    is_found = state.recipe.recipe != "current" and state.calibrated.issuperset(rows)
-    return Precision(state.recipe, not (is_found or state.recipe.by_rows))
+    recipe = state.recipe
+    return not recipe.by_rows and (recipe.recipe == "current" or not state.calibrated.issuperset(rows))
 
 
 class _Update(PassOperation):
