@@ -3,58 +3,79 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
-from typing import Any, Final, Literal
+from typing import Any, ClassVar, Final, Literal
 
 import numpy as np
 
 from lt_runtime import reference
 from lt_runtime.arguments import flag
-from lt_runtime.arrays.checks import check_device, check_one_float32, check_shape, check_type, check_weights
-from lt_runtime.arrays.operand import Operand
+from lt_runtime.arrays.checks import check_one_float32, check_weights
 from lt_runtime.errors import ArgumentError, DTypeError, ShapeError
 from lt_runtime.kernels.fp8 import CastPass, CastRowsPass
-from lt_runtime.layout import packed
-from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, perform
-from lt_runtime.problem import Spec, type_name
+from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, perform, result_spec
+from lt_runtime.problem import DType, type_name
 from lt_runtime.reference.fp8 import FP8_TYPES
 from lt_runtime.reference.products import rows_of
 
-_SCALE, _OUT, _TRANSPOSED, _AMAX = 1, 2, 3, 4  # indices among the arrays of a call
 
+class _Cast(PassOperation):
+    """Base of both casts. A call's options are the FP8 type, and whether x and whether its transpose are wanted in it.
 
-class CastFp8(PassOperation):
-    """x · scale in FP8, its transpose, and the largest |x|.
-
-    A call's options are the FP8 type, and which of the two results are wanted.
+    Attributes:
+        results: where the results are among the arrays: x in FP8, its transpose, and perhaps the scales of both.
     """
 
-    names = ("x", "scale", "out", "out_transposed", "amax")
     required = 1
+    results: ClassVar[slice]
+
+    def request(self, operands: Sequence[Any], options: Any, nothing: str) -> Request:
+        """The request without the arrays that only one of the casts has.
+
+        Raises:
+            DTypeError: the options name no FP8 type.
+            ArgumentError: no result is wanted, and `nothing`, the message of the error, is not empty.
+        """
+        x, (out, transposed, *_), new = operands[0], operands[self.results], dict[int, New]()
+        if not x.shape:
+            raise ShapeError("x has shape (); accepted are (..., N), rows of N columns")
+        scalar, dtype, spec = x.element_type(), type_name(options[0]), x.spec
+        wanted = [*map(flag, ("need_out", "need_transposed"), options[1:])]
+        if dtype not in FP8_TYPES:
+            raise DTypeError(f"dtype is {dtype}; accepted are {' and '.join(FP8_TYPES)}")
+        if nothing and not any(wanted):
+            raise ArgumentError(nothing)
+        asked = zip((out, transposed), (x.shape, spec.layout.shape[::-1]), wanted, strict=True)
+        specs = [
+            result_spec(place, each, shape, x, new, DType(dtype)) if is_wanted else None
+            for place, (each, shape, is_wanted) in enumerate(asked, self.results.start)
+        ]
+        written = tuple(range(self.results.start, len(self.names)))
+        return Request((scalar, dtype, spec, *specs), written, new, (dtype, wanted))
+
+    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> tuple[Any, ...]:
+        """See `Operation`: the results, with None for those that were not asked for."""
+        _, wanted = prepared.request.detail
+        results = zip(arrays[self.results], 2 * wanted, strict=False)
+        return tuple(each if is_wanted else None for each, is_wanted in results)
+
+
+class CastFp8(_Cast):
+    """x · scale in FP8, its transpose, and the largest |x|."""
+
+    names = ("x", "scale", "out", "out_transposed", "amax")
+    results = slice(2, 4)
     make_pass = staticmethod(functools.lru_cache(maxsize=1024)(CastPass))
 
     def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
         """See `Operation`."""
-        x, scale, out, transposed, amax = operands
-        if not x.shape:
-            raise ShapeError("x has shape (); accepted are (..., N), rows of N columns")
-        scalar, spec, new = x.element_type(), x.spec, dict[int, New]()
-        dtype, *wanted = type_name(options[0]), *map(flag, ("need_out", "need_transposed"), options[1:])
-        nothing = "need_out and need_transposed are False and amax is None; ask for one of them"
-        _check_options(dtype, any(wanted) or amax is not None, nothing)
+        x, scale, _, _, amax = operands
+        nothing = "need_out and need_transposed are False and amax is None; ask for one of them" if amax is None else ""
+        request = self.request(operands, options, nothing)
         for each in (scale, amax):
             if each is not None:
                 check_one_float32(each)
-                check_device(x, each)
-        rows, cols = spec.layout.shape
-        shapes = ((_OUT, out, x.shape), (_TRANSPOSED, transposed, (cols, rows)))
-        specs = [
-            _result_spec(place, each, shape, dtype, x, new) if is_wanted else None
-            for (place, each, shape), is_wanted in zip(shapes, wanted, strict=True)
-        ]
-        problem = (scalar, dtype, spec, *specs) if spec.layout.size else None
-        return Request(problem, (_OUT, _TRANSPOSED, _AMAX), new, (dtype, wanted))
+        return request if x.spec.layout.size else request._replace(problem=None)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: None) -> None:
         """See `Operation`."""
@@ -68,78 +89,37 @@ class CastFp8(PassOperation):
         if amax is not None:
             amax[...] = reference.amax_of(np.array([amax.reshape(()), reference.amax_of(x)]))
 
-    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: None) -> tuple[Any, Any]:
-        """See `Operation`."""
-        _, (need_out, need_transposed) = prepared.request.detail
-        return arrays[_OUT] if need_out else None, arrays[_TRANSPOSED] if need_transposed else None
 
-
-def _check_options(dtype: str, is_asked: bool, nothing: str) -> None:
-    """Raises `DTypeError` unless the type is an FP8 type, and `ArgumentError(nothing)` if no result is asked for."""
-    if dtype not in FP8_TYPES:
-        raise DTypeError(f"dtype is {dtype}; accepted are {' and '.join(FP8_TYPES)}")
-    if not is_asked:
-        raise ArgumentError(nothing)
-
-
-def _result_spec(
-    place: int, out: Operand | None, shape: tuple[int, ...], dtype: str, x: Operand, new: dict[int, New]
-) -> Spec:
-    """The spec of an FP8 result: of its buffer, which is checked, or of a new packed array, which is added to `new`."""
-    if out is None:
-        new[place] = New(shape, FP8_TYPES[dtype], x.library)
-        return Spec(packed(math.prod(shape[:-1]), shape[-1]))
-    check_shape(out.name, out.shape, shape, "the result's shape")
-    check_type(out, dtype)
-    check_device(x, out)
-    return out.spec
-
-
-class CastFp8Rows(PassOperation):
-    """x and its transpose in FP8, with 1 / scale of each of their rows; a call's options are those of `CastFp8`."""
+class CastFp8Rows(_Cast):
+    """x and its transpose in FP8, with 1 / scale of each of their rows."""
 
     names = ("x", "out", "out_transposed", "out_scales", "out_transposed_scales")
-    required = 1
+    results = slice(1, 5)
     make_pass = staticmethod(functools.lru_cache(maxsize=1024)(CastRowsPass))
 
     def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
         """See `Operation`."""
-        x, *buffers = operands
-        scalar = x.element_type()
-        if 0 in (x.shape or (0,)):
+        x, _, _, *scales = operands
+        request = self.request(operands, options, "need_out and need_transposed are False; ask for one of them")
+        if 0 in x.shape:
             raise ShapeError(f"x has shape {x.shape}; accepted are (..., N), rows of N columns, at least one of either")
-        spec, new = x.spec, dict[int, New]()
-        dtype, *wanted = type_name(options[0]), *map(flag, ("need_out", "need_transposed"), options[1:])
-        _check_options(dtype, any(wanted), "need_out and need_transposed are False; ask for one of them")
-        rows, cols = spec.layout.shape
-        shapes = x.shape, (cols, rows)
-        specs = [
-            _result_spec(place, buffers[place - 1], shape, dtype, x, new) if is_wanted else None
-            for place, shape, is_wanted in zip((1, 2), shapes, wanted, strict=True)
-        ]
-        for place, length, is_wanted in zip((3, 4), (rows, cols), wanted, strict=True):
-            if buffers[place - 1] is None and is_wanted:
+        (_, wanted), new = request.detail, {**request.new}
+        for place, (each, length, is_wanted) in enumerate(zip(scales, x.spec.layout.shape, wanted, strict=True), 3):
+            if is_wanted and each is None:
                 new[place] = New((length,), np.dtype(np.float32), x.library)
             elif is_wanted:
-                check_weights(buffers[place - 1], (length,), "a number for each row of the result")
-                check_device(x, buffers[place - 1])
-        return Request((scalar, dtype, spec, *specs), (1, 2, 3, 4), new, (dtype, wanted))
+                check_weights(each, (length,), "a number for each row of the result")
+        return request._replace(new=new)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: None) -> None:
         """See `Operation`."""
         x, *results = arrays
         dtype, wanted = request.detail
-        for source, out, scales, is_wanted in zip(
-            (rows_of(x), rows_of(x).T), results[:2], results[2:], wanted, strict=True
-        ):
+        sources = rows_of(x), rows_of(x).T
+        for source, out, scales, is_wanted in zip(sources, results[:2], results[2:], wanted, strict=True):
             if is_wanted:
                 cast, scales[...] = reference.cast_fp8_rows(source, dtype)
                 out[...] = cast.reshape(out.shape)
-
-    def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: None) -> tuple[Any, ...]:
-        """See `Operation`."""
-        _, wanted = prepared.request.detail
-        return tuple(each if is_wanted else None for each, is_wanted in zip(arrays[1:], 2 * wanted, strict=True))
 
 
 CAST_FP8: Final = CastFp8()
