@@ -51,10 +51,14 @@ _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
     "activation": (("layers",), "measure only this activation", {"choices": ("gelu", "relu")}),
     "max-autotune": (
         ("layers", "wide", "steps", "models", "torch", "narrow", "fp8"),
-        "add torch.compile, a minute for each row; layers: of 24 blocks; torch: its greatest effort",
+        "add torch.compile at its greatest effort, up to a minute for each row; layers: to 24 blocks",
         _FLAG,
     ),
-    "torch-compile": (("kernels",), "add torch.compile, a minute for each row", _FLAG),
+    "torch-compile": (
+        ("kernels", "layers", "wide", "steps", "narrow"),
+        "add torch.compile: kernels at its greatest effort, others in its default mode; layers: to 24 blocks",
+        _FLAG,
+    ),
     "no-compile": (("torch",), "leave out all that torch.compile compiles, up to a minute for each contender", _FLAG),
     "contenders": (
         ("torch",),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import Any, Final
 
 import ml_dtypes  # noqa: F401  NumPy knows the name "bfloat16" once this is imported.
@@ -53,6 +55,34 @@ def normal(shape: tuple[int, ...], dtype: str, seed: int | None = None) -> Any:
     plain = "uint16" if dtype == "bfloat16" else dtype
     seed = next(_seeds) if seed is None else seed
     return _kernel(dtype)(np.uint64(seed), cp.empty(shape, plain)).view(np.dtype(dtype))
+
+
+class _Repeated:
+    """Takes the place of a generator: draws from 2^21 uniform numbers, beginning at another one each time."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._begins = itertools.count(104729 * (seed or 0), 7919)
+
+    def uniform(self, low: float, high: float, size: Any) -> Any:
+        """Numbers in FP32, which are repeated in arrays of more than 2^20."""
+        period = 1 << 20
+        begin = next(self._begins) % period
+        return np.resize(_uniform()[begin : begin + period], size) * np.float32(high - low) + np.float32(low)
+
+
+@functools.cache
+def _uniform() -> Any:
+    return np.random.Generator(np.random.PCG64(0)).random(1 << 21, np.float32)
+
+
+@contextlib.contextmanager
+def repeated_values() -> Iterator[None]:
+    """Within a `with` block, models repeat random initial values: drawing 10^9 of them would take the host a minute."""
+    before, np.random.default_rng = np.random.default_rng, _Repeated  # type: ignore[assignment,misc]
+    try:
+        yield
+    finally:
+        np.random.default_rng = before
 
 
 def labels(rows: int, classes: int) -> Any:

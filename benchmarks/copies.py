@@ -58,7 +58,17 @@ class Ceiling(NamedTuple):
     timings: dict[str, Timing]
 
 
-def measure_copies(stream: Any) -> Ceiling:
+_found: Final = list[Ceiling]()
+
+
+def measured_copies(stream: Any) -> Ceiling:
+    """The fastest copy, which the first call in a process measures for all suites."""
+    if not _found:
+        _found.append(_measured(stream))
+    return _found[0]
+
+
+def _measured(stream: Any) -> Ceiling:
     """Measures all copy kernels alternately, in rounds, on two buffers of `SIZE` bytes."""
     source, target = (normal((SIZE // 4,), "float32") for _ in range(2))
     builders = {name: partial(Contender, run) for name, run in _copies(source, target).items()}

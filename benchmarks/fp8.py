@@ -1,9 +1,9 @@
 """The suite `fp8`: training steps and inference of MLPs with products in FP8, against BF16, PyTorch and torchao.
 
-Each step is one CUDA graph. Steps are timed in short bursts, as in the suite `steps`. Steps that
-other libraries make too are also timed over two seconds without a pause, in which the GPU's power limit lowers its
-clock. Models have two layers with GELU between them, and are trained with MSE and AdamW; all contenders of a row hold
-parameters, masters and moments in the same types.
+Each step is one CUDA graph. Steps are timed in short bursts, as in the suite `steps`. Steps that other libraries make
+too are also timed over a second without a pause, in which the GPU's power limit lowers its clock. Models have two
+layers with GELU between them, and are trained with MSE and AdamW; all contenders of a row hold parameters, masters and
+moments in the same types.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from benchmarks import report, timing
 from benchmarks.buffers import normal
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.steps import AUTOTUNE, Setup, StepCase, StepContender, contender, graph_turn, memory_of
+from benchmarks.steps import Setup, StepCase, StepContender, contender, graph_turn, memory_of, modes, timed_row
 from benchmarks.suite import UNTUNED, Job, Suite, plan_cache, variable
 from benchmarks.timing import Contender, Timing, built, take_turns
 
 RECIPES: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 """The names of torchao's FP8 recipes that take part."""
-SUSTAINED_US: Final = 2e6  # the duration of a sustained turn of a contender, in microseconds
+SUSTAINED_US: Final = 1e6  # the duration of a sustained turn of a contender, in microseconds
 _SUSTAINED_ROUNDS: Final = 3
 _PEERS: Final = ("torch_bf16", "torch_autocast", "torchao")
 """Groups of other libraries' contenders; a row has the time of each group's fastest one under the group's name."""
@@ -101,11 +101,14 @@ def measure(case: FP8Case, options: argparse.Namespace, stream: Any) -> Row:
     }
     with plan_cache(keep=options.keep_plans):
         contenders, left_out = built(builders)
-        return _row(case, contenders, _bursts(case, contenders, options, stream), options, left_out)
+        return timed_row(case, contenders, options, stream, left_out=left_out)
 
 
 def measure_compared(case: FP8Case, options: argparse.Namespace, stream: Any) -> Row:
-    """Tunes steps as `measure` does, and times them and other libraries' steps alternately, in bursts and sustained."""
+    """Tunes steps as `measure` does, and times them and other libraries' steps alternately, in bursts and sustained.
+
+    Of each group of other libraries' contenders, only the fastest in bursts is timed sustained.
+    """
     builders: dict[str, Callable[[], StepContender]] = {
         name: partial(_ours_with_memory, replace(case, precision=each), stream)
         for name, each in precisions(all_ways=True).items()
@@ -114,20 +117,21 @@ def measure_compared(case: FP8Case, options: argparse.Namespace, stream: Any) ->
         if not options.ours:
             builders |= peers(Setup(case, stream), options)
         contenders, left_out = built(builders)
-        bursts = _bursts(case, contenders, options, stream)
-        counts = {name: math.ceil(SUSTAINED_US / each.median) for name, each in bursts.items()}
-        turns = {name: graph_turn(each, counts[name], stream) for name, each in contenders.items()}
+        row = timed_row(case, contenders, options, stream, left_out=left_out)
+        bursts = with_fastest(row.timings)
+        turns = {
+            name: graph_turn(each, math.ceil(SUSTAINED_US / bursts[name].median), stream)
+            for name, each in contenders.items()
+            if not any(name.startswith(f"{base}_") and bursts[base] < bursts[name] for base in _PEERS)
+        }
         sustained = with_fastest(take_turns(turns, _SUSTAINED_ROUNDS, warm_up=0))
-    row = _row(case, contenders, with_fastest(bursts), options, left_out)
-    memory = {name: each.memory for name, each in contenders.items()}
     facts: dict[str, Any] = {
         "sustained_us": {name: round(each.median, 4) for name, each in sustained.items()},
         "sustained_spread": {name: round(each.spread, 4) for name, each in sustained.items()},
-        "memory_bytes": memory,
     }
-    if {"lt", "lt_bf16"} <= memory.keys():
-        facts["memory_ratio"] = round(memory["lt"] / memory["lt_bf16"], 4)
-    return replace(row, setting={**row.setting, **facts})
+    if {"lt", "lt_bf16"} <= contenders.keys():
+        facts["memory_ratio"] = round(contenders["lt"].memory / contenders["lt_bf16"].memory, 4)
+    return replace(row, timings=bursts, setting={**row.setting, **facts})
 
 
 def _ours(case: FP8Case, stream: Any) -> StepContender:
@@ -145,9 +149,8 @@ def peers(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Call
     These contenders hold BF16 parameters, or FP32 parameters under autocast if lt_runtime's have FP32 masters.
     """
     way = "autocast" if setup.case.master else "bf16"
-    modes = {"graph": None, "compile": "default"} | ({"max_autotune": AUTOTUNE} if options.max_autotune else {})
-    for name, mode in modes.items():
-        yield f"torch_{way}_{name}", peer("torch_steps", "contender", setup, way, compiled=mode)
+    for name, mode in modes(options, compiled=True).items():
+        yield name.replace("torch", f"torch_{way}"), peer("torch_steps", "contender", setup, way, compiled=mode)
     for recipe in RECIPES:
         yield f"torchao_{recipe}", peer("torch_fp8", "contender", setup, way, recipe)
 
@@ -156,26 +159,6 @@ def with_fastest(timings: Mapping[str, Timing]) -> dict[str, Timing]:
     """Adds to the timings, for each group of other libraries' contenders, the fastest one's under the group's name."""
     found = {base: [each for name, each in timings.items() if name.startswith(f"{base}_")] for base in _PEERS}
     return {**timings, **{base: min(each) for base, each in found.items() if each}}
-
-
-def _bursts(
-    case: FP8Case, contenders: Mapping[str, StepContender], options: argparse.Namespace, stream: Any
-) -> dict[str, Timing]:
-    return take_turns(
-        {name: graph_turn(each, case.replays, stream) for name, each in contenders.items()}, options.rounds
-    )
-
-
-def _row(
-    case: FP8Case,
-    contenders: Mapping[str, StepContender],
-    timings: Mapping[str, Timing],
-    options: argparse.Namespace,
-    left_out: Mapping[str, str],
-) -> Row:
-    setting = case.as_json() | {"rounds": options.rounds, "replays": case.replays}
-    setting |= {"first_loss": {name: round(each.first_loss, 6) for name, each in contenders.items()}}
-    return Row(case.name, timings, setting=setting, left_out=left_out, flops=case.flops)
 
 
 def measure_inference(case: FP8Case, options: argparse.Namespace, stream: Any) -> Row:

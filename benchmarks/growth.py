@@ -17,9 +17,9 @@ from benchmarks import report
 from benchmarks.layers import Block, measure_block, tune
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row, speedups
-from benchmarks.steps import GRAPH, Setup, StepCase, contender, graph_turn
+from benchmarks.steps import GRAPH, Setup, StepCase, contender, timed_row
 from benchmarks.suite import Job, Suite, plan_cache
-from benchmarks.timing import Timing, built, take_turns
+from benchmarks.timing import Timing, built
 
 ROWS: Final = "rows of a block"
 PARAMETERS: Final = "parameters of a step"
@@ -62,9 +62,7 @@ def _of_step(case: StepCase, options: argparse.Namespace, stream: Any) -> tuple[
         tuned = tune(case).as_json()
         builders = {"lt": partial(contender, setup), GRAPH: peer("torch_steps", "contender", setup, "bf16")}
         contenders, left_out = built(builders)
-        turns = {name: graph_turn(each, case.replays, stream) for name, each in contenders.items()}
-        timings = take_turns(turns, options.rounds)
-    return Row(case.name, timings, setting=case.as_json() | tuned, left_out=left_out), case.parameters
+        return timed_row(case, contenders, options, stream, left_out=left_out, **tuned), case.parameters
 
 
 def _of_tuning(case: StepCase, _options: argparse.Namespace, _stream: Any) -> tuple[Row, int]:

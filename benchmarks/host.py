@@ -20,7 +20,7 @@ from benchmarks.kernels import GPT2, GPT2_NAME, adamw_step, optimizer_step
 from benchmarks.layers import presets
 from benchmarks.peers import peer
 from benchmarks.report import Row
-from benchmarks.suite import Job, Suite
+from benchmarks.suite import Suite
 from benchmarks.timing import Call, HostTurn, built, synchronize, take_turns
 
 _QUEUE: Final = 1000  # The driver queues about this many launches before the host has to wait for the GPU.
@@ -256,8 +256,4 @@ def measure(case: HostCase, options: argparse.Namespace, _: Any = None) -> Row:
     return Row(case.name, timings, setting=setting, left_out=left_out)
 
 
-def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    return {case.name: partial(measure, case, options) for case in CASES}
-
-
-SUITE: Final = Suite(rounds=41, order=[case.name for case in CASES], jobs=_jobs)
+SUITE: Final = Suite.of(measure, CASES, rounds=41)

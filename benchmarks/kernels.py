@@ -8,7 +8,6 @@ divided by the bandwidth of the fastest copy kernel in the same run.
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import numpy as np
 
 from benchmarks import buffers, timing
 from benchmarks.buffers import Sets, itemsize, normal
-from benchmarks.copies import Ceiling, measure_copies
+from benchmarks.copies import measured_copies
 from benchmarks.peers import peer
 from benchmarks.report import Json, Row
 from benchmarks.suite import TORCH_COMPILE, Job, Suite, plan_cache
@@ -555,9 +554,9 @@ CASES: Final[Sequence[Case]] = (
 )
 
 
-def measure_case(case: Case, options: argparse.Namespace, copies: Callable[[Any], Ceiling], stream: Any) -> Row:
-    """Measures one row; `copies` returns the bandwidth of the fastest copy, which it measures only once."""
-    ceiling = copies(stream)
+def measure_case(case: Case, options: argparse.Namespace, stream: Any) -> Row:
+    """Measures one row of a kernel."""
+    ceiling = measured_copies(stream)
     sets = timing.buffer_sets(case.bytes, timing.cache_size()) if case.rotated else 1
     count = timing.repetitions(case.bytes, sets)
     builders = case.builders(sets)
@@ -570,16 +569,14 @@ def measure_case(case: Case, options: argparse.Namespace, copies: Callable[[Any]
     return Row(case.name, timings, "lt", case.bytes, ceiling.gb_s, setting, left_out)
 
 
-def _copy_row(copies: Callable[[Any], Ceiling], stream: Any) -> Row:
-    ceiling = copies(stream)
+def _copy_row(stream: Any) -> Row:
+    ceiling = measured_copies(stream)
     return Row(COPY, ceiling.timings, ceiling.best, setting={"copy_gb_s": round(ceiling.gb_s, 1), "copy": ceiling.best})
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    # The first row that runs measures the copy kernels, whose bandwidth all rows use.
-    copies = functools.cache(measure_copies)
-    made: dict[str, Job] = {case.name: partial(measure_case, case, options, copies) for case in CASES}
-    return made | {COPY: partial(_copy_row, copies)}
+    made: dict[str, Job] = {case.name: partial(measure_case, case, options) for case in CASES}
+    return made | {COPY: _copy_row}
 
 
 def _facts(rows: Sequence[Json]) -> Json:

@@ -23,7 +23,7 @@ from benchmarks.buffers import itemsize, normal
 from benchmarks.kept import is_peer
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.suite import JAX, MAX_AUTOTUNE, Job, Suite, plan_cache
+from benchmarks.suite import JAX, MAX_AUTOTUNE, TORCH_COMPILE, Job, Suite, plan_cache
 from benchmarks.timing import Contender, Timing
 
 TYPES: Final[Mapping[str, tuple[str, str]]] = {
@@ -148,7 +148,7 @@ def blocks() -> list[Block]:
 
 
 def compared() -> list[Block]:
-    """The blocks that `--max-autotune` and `--jax` compare with torch.compile and JAX, which take up to a minute each.
+    """The blocks that options compare with torch.compile and JAX, which take up to a minute each.
 
     They are three of every four layers of the presets, each with the next pair of a type and an activation in turn.
     """
@@ -295,6 +295,8 @@ def _others(block: Block, buffers: Sequence[Arrays]) -> tuple[Builders, Builders
 
 def _peers(block: Block, buffers: Sequence[Arrays], options: argparse.Namespace) -> Builders:
     made: Builders = {"torch_graph": peer("torch_layers", "eager", block, buffers)}
+    if options.torch_compile:
+        made[TORCH_COMPILE] = peer("torch_layers", "compiled", block, buffers, "default")
     if options.max_autotune:
         made[MAX_AUTOTUNE] = peer("torch_layers", "compiled", block, buffers)
     if options.jax:
@@ -304,7 +306,7 @@ def _peers(block: Block, buffers: Sequence[Arrays], options: argparse.Namespace)
 
 # Functions that compute the figures over all rows for the suite's summary.
 
-_OTHERS: Final = ("lt_priors", "lt_fused_top1", "lt_split_top1", "torch_graph", MAX_AUTOTUNE, JAX)
+_OTHERS: Final = ("lt_priors", "lt_fused_top1", "lt_split_top1", "torch_graph", TORCH_COMPILE, MAX_AUTOTUNE, JAX)
 
 
 def no_loss(timings: Mapping[str, Timing], candidates: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -324,7 +326,7 @@ def _jobs(options: argparse.Namespace) -> dict[str, Job]:
     """Makes a job for each block of two layers that the command line selects; `--only` filters them later."""
     chosen = [
         block
-        for block in (compared() if options.max_autotune or options.jax else blocks())
+        for block in (compared() if options.torch_compile or options.max_autotune or options.jax else blocks())
         if options.dtype in (None, block.kind) and options.activation in (None, block.activation)
     ]
     return {block.name: partial(measure_block, block, options) for block in chosen}

@@ -19,19 +19,17 @@ from benchmarks import report
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
 from benchmarks.steps import (
-    AUTOTUNE,
     GRAPH,
     Setup,
     StepCase,
     StepContender,
     contender,
-    graph_turn,
-    memory_facts,
     memory_of,
-    timed_calls,
+    modes,
+    timed_row,
 )
-from benchmarks.suite import JAX, MAX_AUTOTUNE, TORCH_COMPILE, Job, Suite, plan_cache
-from benchmarks.timing import built, take_turns
+from benchmarks.suite import JAX, MAX_AUTOTUNE, TORCH_COMPILE, Suite, plan_cache
+from benchmarks.timing import built
 
 NORM_EPSILON: Final = 1e-6
 TAKEN: Final = "taken"
@@ -199,13 +197,8 @@ def measure(case: ModelCase, options: argparse.Namespace, stream: Any) -> Row:
     with plan_cache(keep=options.keep_plans):
         theirs = {} if options.ours else dict(peers(setup, options))
         contenders, left_out = built({"lt": partial(_ours, setup), **theirs})
-        turns = {name: graph_turn(each, case.replays, stream) for name, each in contenders.items()}
-        if "lt" in contenders:
-            turns["lt_call"] = timed_calls(contenders["lt"].calls, case.replays, stream)
-        timings = take_turns(turns, options.rounds)
-    setting = case.as_json() | {"rounds": options.rounds, "replays": case.replays} | memory_facts(contenders)
-    setting |= {"first_loss": {name: round(each.first_loss, 6) for name, each in contenders.items()}}
-    return Row(case.name, timings, setting=setting, left_out=left_out, flops=case.flops)
+        calls = {"lt"} & {*contenders}
+        return timed_row(case, contenders, options, stream, left_out=left_out, calls=calls)
 
 
 def _ours(setup: Setup) -> StepContender:
@@ -215,8 +208,7 @@ def _ours(setup: Setup) -> StepContender:
 
 def peers(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], StepContender]]]:
     """Functions that build the contenders of other libraries, by contender."""
-    modes = {GRAPH: None, TORCH_COMPILE: "default"} | ({MAX_AUTOTUNE: AUTOTUNE} if options.max_autotune else {})
-    for name, mode in modes.items():
+    for name, mode in modes(options, compiled=True).items():
         yield name, peer("torch_models", "contender", setup, mode)
     if options.jax:
         yield JAX, peer("jax_models", "contender", setup)
@@ -229,9 +221,4 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
     return [*made, report.worst("memory of a step / PyTorch's", memory, at_most=True)] if memory else made
 
 
-def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    return {case.name: partial(measure, case, options) for case in CASES}
-
-
-_NAMES: Final = [case.name for case in CASES]
-SUITE: Final = Suite(rounds=9, order=_NAMES, jobs=_jobs, findings=findings)
+SUITE: Final = Suite.of(measure, CASES, rounds=9, findings=findings)

@@ -8,21 +8,20 @@ the tensor cores' nominal peak.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import random
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from benchmarks import report
 from benchmarks.buffers import itemsize
-from benchmarks.copies import Ceiling, measure_copies
+from benchmarks.copies import measured_copies
 from benchmarks.layers import tune
 from benchmarks.report import Finding, Json, Row
-from benchmarks.steps import Setup, StepCase, contender, graph_turn, peers
-from benchmarks.suite import JAX, MAX_AUTOTUNE, Job, Suite, plan_cache
-from benchmarks.timing import built, take_turns
+from benchmarks.steps import GRAPH, Setup, StepCase, contender, peers, timed_row
+from benchmarks.suite import JAX, MAX_AUTOTUNE, TORCH_COMPILE, Suite, plan_cache
+from benchmarks.timing import built
 
 _INPUTS_AND_OUTPUTS: Final = {16: (16, 3), 32: (32, 3), 64: (64, 3), 96: (48, 16), 128: (128, 10)}
 _ACTIVATIONS: Final = {"relu": "", "gelu": " GELU", "silu": " SiLU"}
@@ -30,7 +29,7 @@ _SEED: Final = 38
 _DRAWN: Final = 8  # number of cases that are drawn at random
 _FUSED: Final = "lt_one_kernel"
 _LAYERS: Final = "lt_layers"
-_PEERS: Final = ("torch_graph_bf16", f"{MAX_AUTOTUNE}_bf16", JAX)
+_PEERS: Final = (GRAPH, TORCH_COMPILE, MAX_AUTOTUNE, JAX)
 # Bytes moved for each parameter: BF16, FP32 master, two FP32 moments, each read and written; no gradients.
 _PARAMETER_BYTES: Final = 28
 _PEAK_TFLOPS: Final = {"NVIDIA H200": 989.4}
@@ -84,37 +83,23 @@ def least_bytes(case: StepCase) -> int:
     return itemsize(case.dtype) * ends + _PARAMETER_BYTES * case.parameters
 
 
-def measure(case: StepCase, options: argparse.Namespace, copies: Callable[[Any], Ceiling], stream: Any) -> Row:
-    """Tunes a step and times it, also by one kernel for each pass and layer by layer, and other libraries' steps.
-
-    Args:
-        copies: function that returns the fastest copy kernel, which its first call measures.
-    """
+def measure(case: StepCase, options: argparse.Namespace, stream: Any) -> Row:
+    """Tunes a step and times it, also by one kernel for each pass and layer by layer, and other libraries' steps."""
     from benchmarks.internals import one_kernel_a_pass
 
-    copy_gb_s, setup = copies(stream).gb_s, Setup(case, stream)
+    copy_gb_s, setup = measured_copies(stream).gb_s, Setup(case, stream)
     with plan_cache():
         tuned = tune(case).as_json()
         contenders = {"lt": contender(setup)}
         for name, fused in ((_FUSED, True), (_LAYERS, False)):
             with one_kernel_a_pass(fused):
                 contenders[name] = contender(setup)
-        theirs, left_out = built(dict(peers(setup, options, ("bf16",))))
-        contenders |= theirs
-        turns = {name: graph_turn(each, case.replays, stream) for name, each in contenders.items()}
-        timings = take_turns(turns, options.rounds)
-    setting = case.as_json() | {"rounds": options.rounds, "replays": case.replays} | tuned
-    setting |= {"first_loss": {name: round(each.first_loss, 6) for name, each in contenders.items()}}
-    return Row(
-        case.name,
-        timings,
-        bytes=least_bytes(case),
-        copy_gb_s=copy_gb_s,
-        flops=case.flops,  # operations for the MLP's own widths, not for the widths to which a kernel pads them
-        peak_tflops=_PEAK_TFLOPS.get(report.machine()["gpu"]),
-        setting=setting | {"copy_gb_s": round(copy_gb_s, 1)},
-        left_out=left_out,
-    )
+        theirs, left_out = built(dict(peers(setup, options, ("bf16",), called=False)))
+        facts = {"left_out": left_out, "copy_gb_s": round(copy_gb_s, 1), **tuned}
+        row = timed_row(case, contenders | theirs, options, stream, **facts)
+    # The row's operations are those of the MLP's own widths, not of the widths to which a kernel pads them.
+    peak = _PEAK_TFLOPS.get(report.machine()["gpu"])
+    return replace(row, bytes=least_bytes(case), copy_gb_s=copy_gb_s, peak_tflops=peak)
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:
@@ -122,10 +107,4 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
     return report.against_ours(rows, (_FUSED, _LAYERS, *_PEERS))
 
 
-def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    copies = functools.cache(measure_copies)  # The first row that runs measures the copies for all rows.
-    return {case.name: partial(measure, case, options, copies) for case in CASES}
-
-
-_NAMES: Final = [case.name for case in CASES]
-SUITE: Final = Suite(rounds=9, order=_NAMES, jobs=_jobs, findings=findings)
+SUITE: Final = Suite.of(measure, CASES, rounds=9, findings=findings)

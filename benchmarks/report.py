@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import math
 import os
@@ -30,6 +29,7 @@ _WIDTH: Final = 150  # width in characters of a table that is written to a file
 _FLAT_LIST: Final = re.compile(r'\[\n\s+((?:"[^"]*"|[^"\[\]{}])*?)\n\s+\]')
 """Finds a list of numbers and strings that JSON wrote over several lines; a result file gives it one line."""
 _LINES: Final = re.compile(r"\n\s*")
+_PEERS: Final = ("torch", "jax", "transformers", "liger_kernel", "torchao")
 _DRIVER_FILE: Final = Path("/proc/driver/nvidia/version")
 
 Json = Mapping[str, Any]
@@ -266,7 +266,6 @@ def machine() -> dict[str, Any]:
     properties = cp.cuda.runtime.getDeviceProperties(0)
     _, major, minor = nvrtc.nvrtcVersion()
     driver = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", _DRIVER_FILE.read_text()) if _DRIVER_FILE.exists() else None
-    libraries = {name: _version(name) for name in ("cupy", "torch")}
     return {
         "gpu": properties["name"].decode(),
         "capability": 10 * properties["major"] + properties["minor"],
@@ -275,21 +274,10 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "cublaslt": cublaslt.get_version(),
         "nvrtc": f"{major}.{minor}",
-        **{name: version for name, version in libraries.items() if version is not None},
+        "cupy": cp.__version__,
         # Importing these takes long, and only their versions are needed.
-        **{
-            name: metadata.version(name)
-            for name in ("jax", "transformers", "liger_kernel", "torchao")
-            if find_spec(name)
-        },
+        **{name: metadata.version(name) for name in _PEERS if find_spec(name)},
     }
-
-
-def _version(module: str) -> str | None:
-    try:
-        return str(importlib.import_module(module).__version__)
-    except ImportError:
-        return None
 
 
 def commit() -> str:

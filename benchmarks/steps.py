@@ -11,7 +11,7 @@ import argparse
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple
@@ -19,11 +19,11 @@ from typing import Any, ClassVar, Final, NamedTuple
 import numpy as np
 
 from benchmarks import report
-from benchmarks.buffers import labels, normal
+from benchmarks.buffers import labels, normal, repeated_values
 from benchmarks.layers import BYTES_PER_US, FLOPS_PER_US, Typed, presets, tune
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.suite import JAX, MAX_AUTOTUNE, Job, Suite, plan_cache
+from benchmarks.suite import JAX, MAX_AUTOTUNE, TORCH_COMPILE, Job, Suite, plan_cache
 from benchmarks.timing import Timing, Turn, built, synchronize, take_turns, timed
 
 LEARNING_RATE: Final = 1e-3
@@ -37,7 +37,7 @@ AUTOTUNE: Final = "max-autotune-no-cudagraphs"
 _COMPILED_WAYS: Final = (None, "bf16")
 
 _TURN_US: Final = 10_000.0  # A turn takes at least about this long, in microseconds.
-_LEAST_REPLAYS: Final = 8
+_LEAST_REPLAYS: Final = 2
 _MOST_REPLAYS: Final = 200
 _LEAD: Final = 8  # A turn begins with an eighth as many untimed replays, in which the host gets ahead of the GPU.
 _LAUNCHES_US: Final = 40.0  # Some dozens of kernels take at least this long (µs).
@@ -182,7 +182,8 @@ class Setup:
         import lt_runtime as lt
 
         self.case, self.stream = case, stream
-        self.model = case.model()
+        with repeated_values():
+            self.model = case.model()
         parameters = self.model.parameters()
         kept = {} if case.master else {"moments": "bfloat16", "stochastic_rounding": True}
         self.optimizer = lt.AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, **kept)
@@ -269,20 +270,49 @@ def measure_case(case: StepCase, options: argparse.Namespace, stream: Any) -> Ro
     setup = Setup(case, stream)
     contenders, facts = _ours(setup, keep=options.keep_plans)
     theirs, left_out = built(dict(peers(setup, options, case.ways)))
-    contenders |= theirs
-    timings = with_fastest(take_turns(_turns(contenders, case.replays, stream), options.rounds))
-    setting = case.as_json() | {"rounds": options.rounds, "replays": case.replays} | facts
+    calls = "lt", *theirs
+    row = timed_row(case, contenders | theirs, options, stream, left_out=left_out, calls=calls, **facts)
+    timings = with_fastest(row.timings)
+    return replace(row, timings=timings, left_out=left_out | without_any(left_out, timings))
+
+
+def timed_row(
+    case: StepCase,
+    contenders: Mapping[str, StepContender],
+    options: argparse.Namespace,
+    stream: Any,
+    *,
+    left_out: Mapping[str, str],
+    calls: Iterable[str] = (),
+    **facts: Any,
+) -> Row:
+    """Lets contenders take turns by their graphs; returns the row, with their first losses and memory, and `facts`.
+
+    Args:
+        left_out: the reasons for contenders that could not be built.
+        calls: the contenders that are timed as calls from a script too.
+    """
+    turns = {name: graph_turn(each, case.replays, stream) for name, each in contenders.items()}
+    turns |= {_called(name): timed_calls(contenders[name].calls, case.replays, stream) for name in calls}
+    timings = take_turns(turns, options.rounds)
+    setting = case.as_json() | {"rounds": options.rounds, "replays": case.replays} | memory_facts(contenders) | facts
     setting |= {"first_loss": {name: round(each.first_loss, 6) for name, each in contenders.items()}}
-    setting |= memory_facts(contenders)
-    left_out |= without_any(left_out, timings)
-    return Row(case.name, timings, setting=setting, left_out=left_out)
+    return Row(case.name, timings, setting=setting, left_out=left_out, flops=case.flops)
+
+
+def _called(name: str) -> str:
+    """The name of a contender that is timed as calls; a way to hold parameters stays at the end."""
+    base = _base(name)
+    return f"{base}_call{name.removeprefix(base)}"
 
 
 def memory_facts(contenders: Mapping[str, StepContender]) -> dict[str, Any]:
-    """The memory of each contender in bytes, and ours as a fraction of the least of PyTorch's."""
+    """The memory of each contender in bytes, and ours as a fraction of PyTorch's least; nothing if ours is unknown."""
     known = {name: each.memory for name, each in contenders.items() if each.memory}
+    if "lt" not in known:
+        return {}
     theirs = min((size for name, size in known.items() if name.startswith(GRAPH)), default=None)
-    ratio = {} if theirs is None or "lt" not in known else {"memory_ratio": round(known["lt"] / theirs, 4)}
+    ratio = {} if theirs is None else {"memory_ratio": round(known["lt"] / theirs, 4)}
     return {"memory_bytes": known} | ratio
 
 
@@ -317,26 +347,30 @@ def _ours(setup: Setup, *, keep: bool) -> tuple[dict[str, StepContender], dict[s
 
 
 def peers(
-    setup: Setup, options: argparse.Namespace, ways: Sequence[str | None]
+    setup: Setup, options: argparse.Namespace, ways: Sequence[str | None], *, called: bool = True
 ) -> Iterator[tuple[str, Callable[[], StepContender]]]:
-    """Contenders' names, and functions that build them: PyTorch's for each way to hold parameters, and JAX's."""
-    for way in ways:
-        suffix = "" if way is None else f"_{way}"
-        yield GRAPH + suffix, peer("torch_steps", "contender", setup, way)
-        if options.max_autotune and way in _COMPILED_WAYS:
-            yield MAX_AUTOTUNE + suffix, peer("torch_steps", "contender", setup, way, compiled=AUTOTUNE)
+    """Contenders' names, and functions that build them: PyTorch's for each way to hold parameters, and JAX's.
+
+    Args:
+        called: whether the contenders are called as well; otherwise JAX compiles no call.
+    """
+    for way, (name, mode) in itertools.product(ways, modes(options).items()):
+        if mode is None or way in _COMPILED_WAYS:
+            suffix = f"_{way}" if len(ways) > 1 else ""
+            yield name + suffix, peer("torch_steps", "contender", setup, way, compiled=mode)
     if options.jax:
-        yield JAX, peer("jax", "step", setup)
+        yield JAX, peer("jax", "step", setup, called=called)
 
 
-def _turns(contenders: Mapping[str, StepContender], count: int, stream: Any) -> dict[str, Turn]:
-    """Returns how each contender is timed: as a graph, and ours and the peers' also as calls from a script."""
-    turns = {name: graph_turn(each, count, stream) for name, each in contenders.items()}
-    for name, each in contenders.items():
-        base = name if name in ("lt", JAX) else next(filter(name.startswith, (GRAPH, MAX_AUTOTUNE)), None)
-        if base is not None:
-            turns[name.replace(base, f"{base}_call")] = timed_calls(each.calls, count, stream)
-    return turns
+def modes(options: argparse.Namespace, *, compiled: bool = False) -> dict[str, str | None]:
+    """By the names of PyTorch's contenders, the modes of torch.compile; None for the one that is not compiled.
+
+    Args:
+        compiled: whether the default mode takes part even if no option asks for it.
+    """
+    made: dict[str, str | None] = {GRAPH: None}
+    made |= {TORCH_COMPILE: "default"} if compiled or options.torch_compile else {}
+    return made | ({MAX_AUTOTUNE: AUTOTUNE} if options.max_autotune else {})
 
 
 def graph_turn(contender: StepContender, count: int, stream: Any) -> Turn:
@@ -427,7 +461,7 @@ def _training(step: Any, source: Iterator[tuple[Any, Any]], stream: Any) -> Call
     return train
 
 
-_OTHERS: Final = ("lt_untuned", "lt_master", GRAPH, MAX_AUTOTUNE, JAX)
+_OTHERS: Final = ("lt_untuned", "lt_master", GRAPH, TORCH_COMPILE, MAX_AUTOTUNE, JAX)
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:

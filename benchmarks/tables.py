@@ -127,6 +127,7 @@ _PEER: Final = "the fastest peer"
 _AGAINST: Final = {
     _PEER: "the fastest peer of each block",
     "torch_graph": "PyTorch's kernels in a graph",
+    "torch_compile": "torch.compile, default",
     "torch_max_autotune": "torch.compile, max-autotune",
     "lt_fused_top1": "everything fused that cuBLASLt can fuse, its first algorithms",
     "lt_split_top1": "nothing fused, first algorithms",

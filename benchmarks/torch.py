@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from benchmarks import report
 from benchmarks.report import Finding, Json, Row
-from benchmarks.suite import Job, Suite, plan_cache
+from benchmarks.suite import Suite, plan_cache
 
 WAYS: Final = ("eager", "graph", "compile", "compile_graph")
 """Ways in which steps run. A contender is named LIBRARY_WAY, such as "torch_graph"."""
@@ -144,8 +144,4 @@ def memory_ratio(row: Json, way: str) -> float | None:
     return ours / theirs if ours and theirs else None
 
 
-def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    return {case.name: partial(measure, case, options) for case in CASES}
-
-
-SUITE: Final = Suite(rounds=9, order=[case.name for case in CASES], jobs=_jobs, findings=findings)
+SUITE: Final = Suite.of(measure, CASES, rounds=9, findings=findings)

@@ -16,14 +16,14 @@ from typing import Any, Final
 from benchmarks import report
 from benchmarks.layers import Block, measure_block
 from benchmarks.report import Finding, Json, Row, speedups
-from benchmarks.suite import MAX_AUTOTUNE, Job, Suite
+from benchmarks.suite import MAX_AUTOTUNE, TORCH_COMPILE, Job, Suite
 
 FIT: Final = "fit"
 JUDGE: Final = "judge"
 _SEED: Final = 2026
 _SHAPES: Final = 16  # Number of shapes in each stratum.
 _MOST_MULTIPLICATIONS: Final = 1 << 35  # Most multiplications of one product, so that the suite takes minutes.
-_PEERS: Final = ("torch_graph", MAX_AUTOTUNE)
+_PEERS: Final = ("torch_graph", TORCH_COMPILE, MAX_AUTOTUNE)
 
 Shape = tuple[int, int, int]
 Draw = Callable[[random.Random, int], Shape]

@@ -23,13 +23,14 @@ _EPSILON: Final = 1e-8
 Cost = Callable[[list[jax.Array], jax.Array, jax.Array], jax.Array]
 
 
-def step(setup: Setup, of: Cost | None = None) -> StepContender:
+def step(setup: Setup, of: Cost | None = None, *, called: bool = True) -> StepContender:
     """Steps whose parameters, moments and step number are donated; in BF16 parameters and moments are BF16.
 
     Each loop runs on one batch; called steps take the batches in turn.
 
     Args:
         of: computes the loss from parameters, inputs and targets; if left out, the model is an MLP.
+        called: whether a single step is compiled too, for calls and to learn the memory; the loop takes as long again.
     """
     check_gpu()
     case, count = setup.case, setup.case.replays
@@ -40,10 +41,16 @@ def step(setup: Setup, of: Cost | None = None) -> StepContender:
     state = (parameters, moments, averages, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
     of = of or functools.partial(cost, activation=case.activation, loss=case.loss)
     train = functools.partial(trained, of=of, decay=case.decay or 0.0)
-    one = jax.jit(train, donate_argnums=0).lower(state, *batches[0]).compile()
-    sizes = one.memory_analysis()
-    held, source = [one(state, *batches[0])], itertools.cycle(batches)
-    first_loss = float(held[0][-1])
+    held, source, memory = [state], itertools.cycle(batches), 0
+    if called:
+        one: Any = jax.jit(train, donate_argnums=0).lower(state, *batches[0]).compile()
+        sizes = one.memory_analysis()
+        memory = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+        memory -= sizes.alias_size_in_bytes
+        held[0] = one(state, *batches[0])
+        first_loss = float(held[0][-1])
+    else:
+        first_loss = float(jax.jit(of)(parameters, *batches[0]))
 
     @functools.partial(jax.jit, donate_argnums=0)
     def loop(state: Any, x: jax.Array, target: jax.Array) -> Any:
@@ -63,9 +70,8 @@ def step(setup: Setup, of: Cost | None = None) -> StepContender:
             replay()
         jax.block_until_ready(held[0])
 
-    memory = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
     turn = timed_by_host(replay, count, jax.block_until_ready)
-    return StepContender(replays, calls, first_loss, memory - sizes.alias_size_in_bytes, turn)
+    return StepContender(replays, calls, first_loss, memory, turn)
 
 
 def trained(state: Any, x: jax.Array, target: jax.Array, *, of: Cost, decay: float = 0.0) -> Any:

@@ -26,10 +26,10 @@ def eager(block: Block, buffers: list[Arrays]) -> Contender:
     return _contender(_forward(block), buffers)
 
 
-def compiled(block: Block, buffers: list[Arrays]) -> Contender:
-    """The block by torch.compile at its greatest effort."""
+def compiled(block: Block, buffers: list[Arrays], mode: str = "max-autotune-no-cudagraphs") -> Contender:
+    """The block by torch.compile, by default at its greatest effort."""
     torch._dynamo.reset()
-    return _contender(torch.compile(_forward(block), mode="max-autotune-no-cudagraphs", dynamic=False), buffers)
+    return _contender(torch.compile(_forward(block), mode=mode, dynamic=False), buffers)
 
 
 def _contender(forward: Forward, buffers: list[Arrays]) -> Contender:

@@ -196,7 +196,7 @@ def test_the_faster_of_pytorch_s_ways_counts() -> None:
     ("options", "kernel", "step"),
     [
         ([], {"lt", "torch"}, {"torch_graph_autocast", "torch_graph_bf16"}),
-        (["--torch-compile"], {"lt", "torch", "torch_compile"}, {"torch_graph_bf16"}),
+        (["--torch-compile"], {"lt", "torch", "torch_compile"}, {"torch_graph_autocast", "torch_compile_bf16"}),
         (["--max-autotune"], {"lt", "torch"}, {"torch_max_autotune_bf16"}),
         (["--ours"], {"lt"}, set()),
     ],
@@ -211,10 +211,13 @@ def test_options_choose_the_contenders(
     monkeypatch.setattr(timing, "measure", measure)
     case = replace(kernels.CASES[0], builders=lambda sets: dict.fromkeys(("lt", "torch", "torch_compile"), print))
     asked: argparse.Namespace = options_of(["kernels", "steps", "--rounds", "3", *options])
-    row = kernels.measure_case(case, asked, lambda _: copies.Ceiling("fast", 4000.0, {}), None)
+    monkeypatch.setattr(kernels, "measured_copies", lambda _: copies.Ceiling("fast", 4000.0, {}))
+    row = kernels.measure_case(case, asked, None)
     assert {*row.timings} == kernel
     setup: Any = argparse.Namespace(case=steps.CASES[1])
-    assert step <= {name for name, _ in steps.peers(setup, asked, setup.case.ways)}
+    names = {name for name, _ in steps.peers(setup, asked, setup.case.ways)}
+    assert names == step | ({"torch_graph_autocast", "torch_graph_bf16"})
+    assert "torch_graph" in {name for name, _ in steps.peers(setup, asked, ("bf16",), called=False)}
 
 
 def test_the_kernels_of_the_benchmarks_compile() -> None:
