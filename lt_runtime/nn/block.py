@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections import deque
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import numpy as np
 
 from lt_runtime.arguments import flag, integer, shown
-from lt_runtime.arrays.operand import HOST, device_of
+from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of
 from lt_runtime.arrays.transfer import copied
-from lt_runtime.errors import ArgumentError, KindError
+from lt_runtime.errors import ArgumentError, DTypeError, KindError, OperandError, ShapeError
+from lt_runtime.gpu.devices import activated
+from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.nn.run import Met, Pass
 from lt_runtime.ops._parameters import LeftOut, Parameter, by_name, load_values
@@ -74,13 +77,21 @@ class Block:
             if name in vars(cls):
                 setattr(cls, name, wrap(vars(cls)[name]))
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute; raises `ArgumentError` if it would hide one of `Block`, such as a list named `blocks`."""
+        hidden = getattr(Block, name, None)
+        is_cached = isinstance(hidden, functools.cached_property) and not isinstance(value, (ComputeDevice, DType))
+        if callable(hidden) or is_cached:
+            raise ArgumentError(f"{type(self).__name__}.{name} would hide lt.Block.{name}; take another name")
+        super().__setattr__(name, value)
+
     def forward(self, x: Any, run: Pass) -> Any:
         """Computes the outputs, and keeps in `run` what `backward` needs.
 
         Args:
             x: the inputs; a tuple of arrays for a model with several.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.title} has no method forward(self, x, run)")
 
     def backward(self, dy: Any, run: Pass) -> Any:
         """Takes what `forward` kept, and writes the parameters' gradients into the buffers that `run.grad` gives.
@@ -91,7 +102,7 @@ class Block:
         Returns:
             The gradient with respect to x; None if nothing reads it, see `Pass.needs_gradient`.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{self.title} has no method backward(self, dy, run)")
 
     @property
     def title(self) -> str:
@@ -103,12 +114,23 @@ class Block:
         return vars(self).items()
 
     def blocks(self) -> Iterator[Block]:
-        """This block and all blocks inside it, outermost first. Also sets their names."""
+        """This block and all blocks inside it, outermost first. Also sets their names.
+
+        Raises:
+            ArgumentError: a block contains itself.
+        """
+        return self._blocks(())
+
+    def _blocks(self, around: tuple[Block, ...]) -> Iterator[Block]:
         yield self
+        around += (self,)
         for name, part in _flat(self.parts()):
             if isinstance(part, Block):
-                part.name = f"{self.name}.{name}" if self.name else name
-                yield from part.blocks()
+                path = f"{self.name}.{name}" if self.name else name
+                if any(part is each for each in around):
+                    raise ArgumentError(f"{path} is {part.title}, which contains it: no block may contain itself")
+                part.name = path
+                yield from part._blocks(around)
 
     def parameters(self) -> list[Parameter]:
         """All parameters, each once, in the order of the parts. Also sets their names."""
@@ -177,7 +199,23 @@ class Block:
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
         """
-        return self.forward(x, Pass(trains=False, stream=stream))
+        try:
+            return self.forward(x, Pass(trains=False, stream=stream))
+        except OperandError:
+            self._refuse_inputs(x, stream)
+            raise
+
+    def _refuse_inputs(self, x: Any, stream: Any) -> None:
+        """Raises an error that names x if x does not fit the model; a part's error would name the part's weight."""
+        if self.inputs is None or isinstance(x, tuple):
+            return
+        device = self.device.ordinal
+        with contextlib.nullcontext() if device is None else activated(device):
+            handle = 0 if device is None else stream_handle(stream, device, library_of(x).current_stream)
+            operand = self.device.read("x", x, handle)
+        if len(operand.shape) < 2 or operand.shape[-1] != self.inputs:
+            raise ShapeError(f"x has shape {operand.shape}; the model takes (..., {self.inputs})")
+        check_model_type(self, operand)
 
     def state_dict(self, *, names: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Copies of all parameters' values, in the model's type: NumPy arrays, on a GPU CuPy arrays. Waits for the GPU.
@@ -219,6 +257,13 @@ class Block:
         return load_values(by_name(self.parameters(), names), state, strict=flag("strict", strict))
 
 
+def check_model_type(model: Block, operand: Operand) -> None:
+    """Raises `DTypeError` unless an operand has the model's type."""
+    if operand.dtype != model.dtype.value:
+        found = f"{operand.name} is {operand.dtype}; the model takes {model.dtype.value}"
+        raise DTypeError(f"{found}: {operand.converted(model.dtype.value)}")
+
+
 def _flat(parts: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """The parts with those in lists, tuples and dicts, whose names have the index or key appended."""
     for name, part in parts:
@@ -246,6 +291,8 @@ def _forward(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(self, x, run, **options)
         with run.forward_of(self):
             y = own(self, x, run, **options)
+        if y is None:
+            raise ArgumentError(f"{self.title}.forward has returned None; it must return the outputs")
         if add is None or adds:
             return y
         return sum_of(add, y, stream=run.stream)  # a new array, because y may be a view of x
@@ -267,6 +314,7 @@ def _backward(own: Callable[..., Any]) -> Callable[..., Any]:
             return own(self, held.pop(), run, **options)
         with run.backward_of(self):
             dx = own(self, held.pop(), run, **options)
+        run.without_dx = (run.without_dx or self) if dx is None else None
         if add is None or adds or dx is None:
             return dx
         return sum_of(add, dx, stream=run.stream)  # a new array, because dx may be a view of dy

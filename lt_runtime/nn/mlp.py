@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -12,9 +11,9 @@ from typing import Any, ClassVar, Final, Literal, TypeVar
 import numpy as np
 
 from lt_runtime.arguments import by_layer, flag, integers, shown
-from lt_runtime.arrays.operand import CUPY, Operand, library_of, read_step
+from lt_runtime.arrays.operand import CUPY, library_of, read_step
 from lt_runtime.arrays.transfer import arena_size, arena_views, host_zeros
-from lt_runtime.errors import ArgumentError, DTypeError, KindError, OperandError, ShapeError
+from lt_runtime.errors import ArgumentError, KindError, OperandError
 from lt_runtime.fp8 import FP8
 from lt_runtime.gpu.devices import activated, parse_device
 from lt_runtime.gpu.driver import call
@@ -291,16 +290,6 @@ class MLP(Block, surrounded=False):
         run.keep([*map(replace, contexts)], needs_input, [])
         return backward_layers(self.layers, held, run)
 
-    def _refuse_inputs(self, x: Any, stream: Any) -> None:
-        """Raises an error that names x if x does not fit the model; a layer's error would name the layer's weight."""
-        device = self.device.ordinal
-        with contextlib.nullcontext() if device is None else activated(device):
-            handle = 0 if device is None else stream_handle(stream, device, library_of(x).current_stream)
-            operand = self.device.read("x", x, handle)
-        if len(operand.shape) < 2 or operand.shape[-1] != self.dims[0]:
-            raise ShapeError(f"x has shape {operand.shape}; the model takes (..., {self.dims[0]})")
-        check_model_type(self, operand)
-
     def _copied_step(self, step: Any, x: Any, stream: Any) -> Any:
         """The step number; if it is an array, a copy of it, made in order on the stream."""
         device = self.device.ordinal
@@ -359,13 +348,6 @@ def brief(model: Block) -> str:
     """A short description of a model, such as "MLP 784-64-10 on cuda:0"."""
     sizes = f" {'-'.join(map(str, model.dims))}" if isinstance(model, MLP) else ""
     return f"{type(model).__name__}{sizes} on {model.device.name}"
-
-
-def check_model_type(model: Block, operand: Operand) -> None:
-    """Raises `DTypeError` unless an operand has the model's type."""
-    if operand.dtype != model.dtype.value:
-        found = f"{operand.name} is {operand.dtype}; the model takes {model.dtype.value}"
-        raise DTypeError(f"{found}: {operand.converted(model.dtype.value)}")
 
 
 def _condensed(values: Sequence[_Value], single: _Value | None, last: _Value) -> _Value | tuple[_Value, ...]:

@@ -122,6 +122,7 @@ class Pass:
     Attributes:
         step, micro_batch, trains, stream: as given.
         running: the innermost block whose forward or backward is running.
+        without_dx: the block whose backward returned None, if no later one has returned a gradient; for errors.
         places: the number of dropout masks that each micro-batch may draw.
         met: the `Met` that collects the groups of linear layers that run; None to collect none.
         has_db: whether the loss has made the bias gradient of the linear layer whose backward runs next.
@@ -161,9 +162,12 @@ class Pass:
         self._accumulate, self._inputs = flag("accumulate", accumulate), inputs
         self._frozen, self._written = {id(each) for each in frozen}, set[int]()
         self._kept: list[tuple[Any, ...]] = []
-        self._ran: list[tuple[Surrounded, int, int]] = []
+        # For each forward without a backward so far: the block, the lengths of `_kept` and `_ran` before it, and of
+        # `_kept` after it.
+        self._ran: list[tuple[Surrounded, int, int, int]] = []
         self._start = self._masks = 0
         self.running: Surrounded | None = None
+        self.without_dx: Surrounded | None = None
 
     @property
     def inference(self) -> Pass:
@@ -179,11 +183,15 @@ class Pass:
         """Pops the values of the latest `keep` that has not been taken: a single value as it is, several as a tuple.
 
         Raises:
-            ArgumentError: the running block's backward has taken all that its forward kept.
+            ArgumentError: the running block's backward has taken all that its forward kept, or a part's backward is
+                due, which takes these values.
         """
+        name = self.running.title if self.running else "a block"
         if len(self._kept) <= self._start:
-            name = self.running.title if self.running else "a block"
             raise ArgumentError(f"{name}.backward takes more than its forward kept: one run.take() for each run.keep()")
+        part, start, _, end = self._ran[-1] if self._ran else (None, 0, 0, 0)
+        if part is not None and start < len(self._kept) <= end:
+            raise ArgumentError(f"{name}.backward takes what {part.title}.forward kept: call {part.title}.backward")
         values = self._kept.pop()
         return values[0] if len(values) == 1 else values
 
@@ -300,7 +308,7 @@ class Pass:
         with self._inside(block), _range("forward", block):
             yield
         if self.trains:
-            self._ran.append((block, *starts))
+            self._ran.append((block, *starts, len(self._kept)))
 
     @contextlib.contextmanager
     def backward_of(self, block: Surrounded) -> Iterator[None]:
@@ -313,10 +321,10 @@ class Pass:
         if not self.trains:
             raise ArgumentError(f"{block.title}.backward was called in a pass for inference; make it with trains=True")
         if not self._ran or self._ran[-1][0] is not block:
-            due = f"{self._ran[-1][0].title}.backward is due" if self._ran else "no forward is left"
+            due = f"{self._ran[-1][0].title}.backward is due" if self._ran else "no part.forward(x, run) is left"
             why = "backwards run in the reverse order of forwards, once each"
             raise ArgumentError(f"{block.title}.backward was called, but {due}: {why}")
-        outer, (_, self._start, ran) = self._start, self._ran.pop()
+        outer, (_, self._start, ran, _) = self._start, self._ran.pop()
         with self._inside(block):
             with _range("backward", block):
                 yield
@@ -340,6 +348,8 @@ class Pass:
                 raise CaptureError(f"{block.title} failed during the capture of a step: {error}; {rule}") from error
             if not hasattr(error, "__notes__"):  # only the innermost block adds its name to an error
                 error.add_note(f"in {block.title}")
+                if self.without_dx is not None and "NoneType" in str(error):
+                    error.add_note(f"{self.without_dx.title}.backward has returned None")
             raise
         finally:
             self.running = outer

@@ -206,7 +206,7 @@ def _loadings(path: AnyPath, owners: Mapping[str, Any], scales: Arrays) -> list[
 def _models(owners: Mapping[str, Any]) -> list[Block]:
     """The models among objects, and the models of steps among them, each once."""
     models = (each.model if isinstance(each, TrainStep) else each for each in owners.values())
-    return [*dict.fromkeys(each for each in models if isinstance(each, Block))]
+    return [*{id(each): each for each in models if isinstance(each, Block)}.values()]
 
 
 def _read(owners: Mapping[str, Any]) -> tuple[State, dict[str, tuple[Operand, int]], dict[str, str]]:

@@ -19,16 +19,16 @@ from lt_runtime.arrays.libraries import cupy_stream
 from lt_runtime.arrays.operand import CUPY, HOST, Operand
 from lt_runtime.distributed.buckets import Buckets
 from lt_runtime.distributed.group import Group
-from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, ShapeError
+from lt_runtime.errors import ArgumentError, DTypeError, LayoutError, OperandError, ShapeError
 from lt_runtime.gpu.memory import branch, stream_memory
 from lt_runtime.kernels.losses import LOSSES as ELEMENTWISE
 from lt_runtime.kernels.losses import ElementwiseLoss, launch_scale
 from lt_runtime.kernels.mlp import LossArguments
 from lt_runtime.kernels.tiling import OCTET
-from lt_runtime.nn.block import Block
+from lt_runtime.nn.block import Block, check_model_type
 from lt_runtime.nn.containers import Chain, Residual
 from lt_runtime.nn.linear import Linear
-from lt_runtime.nn.mlp import MLP, check_model_type
+from lt_runtime.nn.mlp import MLP
 from lt_runtime.nn.narrow import NarrowPasses
 from lt_runtime.nn.run import PLACES, Met, Pass
 from lt_runtime.ops import losses
@@ -151,7 +151,10 @@ def _read_loss(loss: Any, model: Block, stream: int | None) -> Any:
     """Checks that the caller's function has returned one FP32 number on the model's device, and returns the number."""
     if isinstance(loss, np.generic):
         loss = np.asarray(loss)
-    operand = model.device.read("what the loss function returned", loss, stream or 0)
+    name = "the loss that the function returned"
+    if loss is None or isinstance(loss, (int, float)):
+        raise OperandError(f"{name} is {shown(loss)}; it must be an FP32 array of one number, on the model's device")
+    operand = model.device.read(name, loss, stream or 0)
     check_one_float32(operand)
     return loss.reshape(()) if operand.device == HOST else loss
 

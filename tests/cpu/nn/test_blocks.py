@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.errors import ArgumentError, KindError, ShapeError
+from lt_runtime.errors import ArgumentError, KindError, OperandError, ShapeError
 
 CPU: dict[str, Any] = {"device": "cpu"}
 
@@ -93,7 +93,8 @@ class _Wrong(lt.Block):
         (lambda: _Wrong(0), r"1 \(_Wrong\).backward has left 1 of what its forward kept"),
         (lambda: _Wrong(2), r"1 \(_Wrong\).backward takes more than its forward kept"),
         (lambda: _Wrong(1, 2), r"1.part \(Linear\).backward was called, but 0 \(LayerNorm\).backward is due"),
-        (lambda: _Wrong(1, 0), r"1 \(_Wrong\).backward has not called 1.part \(Linear\).backward"),
+        (lambda: _Wrong(0, 0), r"1 \(_Wrong\).backward has not called 1.part \(Linear\).backward"),
+        (lambda: _Wrong(1, 0), r"1 \(_Wrong\).backward takes what 1.part \(Linear\).forward kept: call 1.part"),
     ],
 )
 def test_a_backward_that_does_not_fit(block: Callable[[], lt.Block], match: str) -> None:
@@ -120,6 +121,60 @@ def test_an_error_of_python_s_own_names_the_innermost_block() -> None:
     with pytest.raises(ValueError, match="unpack") as raised:
         model.backward(y, run)
     assert raised.value.__notes__ == ["in 1 (Unpacks)"]
+
+
+class _Returns(lt.Block):
+    """A block whose forward returns its outputs or None, and whose backward returns None."""
+
+    def __init__(self, *, y: bool) -> None:
+        self.y, self.part = y, lt.Linear(4, 4, **CPU)
+
+    def forward(self, x: Any, run: lt.Pass) -> Any:
+        y = self.part.forward(x, run)
+        return y if self.y else None
+
+    def backward(self, dy: Any, run: lt.Pass) -> Any:
+        self.part.backward(dy, run)
+
+
+def test_a_block_that_returns_nothing_is_named() -> None:
+    x, target = np.ones((2, 4), np.float32), np.ones((2, 4), np.float32)
+    for y, kind in ((True, OperandError), (False, ArgumentError)):
+        model = lt.Chain(lt.LayerNorm(4, **CPU), lt.Residual(_Returns(y=y)), lt.RMSNorm(4, **CPU))
+        step = lt.TrainStep(model, lt.AdamW(model.parameters()), loss="mse")
+        with pytest.raises(kind) as raised:
+            step(x, target)
+        told = str(raised.value), *raised.value.__notes__
+        assert any("1.inner (_Returns)." in each and "ward has returned None" in each for each in told), told
+
+
+@pytest.mark.parametrize("name", ["blocks", "parts", "parameters", "device", "dtype", "forward"])
+def test_an_attribute_that_would_hide_a_block_s_own_is_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match=rf"_View.{name} would hide lt.Block.{name}; take another name"):
+        setattr(_View(), name, ["cpu"])
+
+
+def test_a_block_may_not_contain_itself() -> None:
+    model = lt.Chain(inner := _Returns(y=True))
+    inner.around = {"up": model}
+    with pytest.raises(ArgumentError, match=r"0.around.up is Chain, which contains it"):
+        model.parameters()
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (np.ones((2, 5), np.float32), r"x has shape \(2, 5\); the model takes \(..., 4\)"),
+        (np.ones(4, np.float32), r"x has shape \(4,\); the model takes \(..., 4\)"),
+        (np.ones((2, 4)), "x is float64; the model takes float32"),
+        ([[1.0] * 4], "x is a list"),
+    ],
+)
+def test_a_model_refuses_inputs_by_their_own_name(x: Any, message: str) -> None:
+    chain = lt.Chain(lt.RMSNorm(4, **CPU), lt.Linear(4, 4, **CPU))
+    for model in (chain, lt.MLP([4, 4], **CPU), lt.SwiGLU(4, 8, **CPU)):
+        with pytest.raises(OperandError, match=message):
+            model(x)
 
 
 class _View(lt.Block):

@@ -22,6 +22,8 @@ TEXT = "lt_runtime"
 
 
 class Tied(lt.Block):
+    __hash__: Any = None  # as in a dataclass
+
     def __init__(self, dtype: str = "float32", dropout: float = 0.25) -> None:
         options: dict[str, Any] = {"dtype": dtype, "device": "cpu"}
         self.enc = lt.Linear(6, 4, activation="gelu", dropout=dropout, seed=7, **options)
