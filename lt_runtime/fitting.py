@@ -7,25 +7,28 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from lt_runtime.arguments import batches_of, check_instance, flag, integer, shown
 from lt_runtime.arrays.transfer import copied
+from lt_runtime.distributed.group import first_alone
 from lt_runtime.errors import ArgumentError
 from lt_runtime.files import AnyPath
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.nn.mlp import MLP
 from lt_runtime.ops.optimizer import AdamW
+from lt_runtime.saving.checkpoint_file import check_writable
 from lt_runtime.saving.checkpoints import save_checkpoint
 from lt_runtime.saving.state import save
-from lt_runtime.training.prefetch import prefetch
+from lt_runtime.training.prefetch import Prefetcher, prefetch
 from lt_runtime.training.step import TrainStep
 
 Batches: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
+_AGAIN: Final = "an iterator gives its batches once; pass a list, or a function that returns an epoch's batches"
 
 
 class Epoch(NamedTuple):
@@ -60,7 +63,8 @@ def fit(
 
     With `valid`, the best weights so far are kept in the device's memory, and the model has them when the call returns.
     Without it, every epoch counts as the best. The optimizer's state and an EMA stay those of the last step. Ctrl-C
-    ends training early: the call returns as usual, with the epochs that were completed.
+    ends training early: the call returns as usual, with the epochs that were completed. In a group of several processes
+    Ctrl-C ends all of them.
 
     Args:
         step: the training step; its sums for `metrics` start anew.
@@ -79,9 +83,10 @@ def fit(
         An `Epoch` for each completed epoch, in order.
 
     Raises:
-        ArgumentError: a number that is not positive, `patience` without `valid`, or an epoch without batches.
+        ArgumentError: a number that is not positive, `patience` without `valid`, an epoch without batches, or a
+            generator or an `lt.prefetch` for several epochs.
         KindError: a batch is no tuple.
-        FileError: the checkpoint cannot be written.
+        FileError: the checkpoint cannot be written; this is tried before the first epoch.
         LtError: as the step and `lt.evaluate` raise.
         Any exception that the iteration over the batches raises.
     """
@@ -91,13 +96,22 @@ def fit(
             raise ArgumentError(f"{name} is {shown(value)}; it must be positive")
     if patience is not None and valid is None:
         raise ArgumentError(f"patience is {patience}, but valid is None: early stopping needs batches for validation")
+    for name, given in (("batches", batches), ("valid", valid)):
+        if epochs > 1 and isinstance(given, (Generator, Prefetcher)):
+            raise ArgumentError(f"{name} is {shown(given)}, for {epochs} epochs; {_AGAIN}")
     check_instance("checkpoint", checkpoint, (str, os.PathLike, type(None)), "None or the path of a file")
+    if checkpoint is not None:
+        with first_alone(step.group, f"the writing of {os.fspath(checkpoint)}") as is_first:
+            if is_first:
+                check_writable(checkpoint)
     from lt_runtime.tuner.report import progress_bar  # imported here, because only the progress bar needs the tuner
 
     history, best, waited = list[Epoch](), list[Any](), 0
     lowest, device, size = math.inf, step.model.device, len(batches) if isinstance(batches, Sized) else None
     step.metrics()
-    with progress_bar(shown=flag("progress", progress)) as tell, contextlib.suppress(KeyboardInterrupt):
+    # In a larger group the processes would stop at different steps, and wait for each other.
+    stops = () if step.group is not None and step.group.size > 1 else (KeyboardInterrupt,)
+    with progress_bar(shown=flag("progress", progress)) as tell, contextlib.suppress(*stops):
         for epoch in range(1, epochs + 1):
             start, text = time.monotonic(), f"loss {history[-1].loss:.4g}" if history else ""
             for i, batch in enumerate(_placed("batches", batches, epoch, device), 1):
@@ -139,12 +153,12 @@ def _write(path: AnyPath, step: TrainStep) -> None:
 
 def _placed(name: str, batches: Batches, epoch: int, device: ComputeDevice) -> Iterator[Any]:
     """Iterates over an epoch's batches; those of NumPy arrays are copied to the model's device."""
-    accepted = "an iterable of tuples (x, target), or a function that returns one"
-    given = batches_of(name, batches() if callable(batches) else batches, (2, 3), "tuple (x, target)", accepted)
+    batch, accepted = "tuple (x, target) or (x, target, row_weights)", "an iterable of tuples (x, target)"
+    accepted += ", or a function that returns one"
+    given = batches_of(name, batches() if callable(batches) else batches, (2, 3), batch, accepted)
     first = next(given, None)
     if first is None:
-        why = "an iterator gives its batches once; pass a list, or a function that returns an epoch's batches"
-        raise ArgumentError(f"{name} has no batches in epoch {epoch}: {why}")
+        raise ArgumentError(f"{name} has no batches in epoch {epoch}: {_AGAIN}")
     x, whole = first[0], itertools.chain([first], given)
     is_on_host = isinstance(x[0] if isinstance(x, tuple) else x, np.ndarray)
     return prefetch(whole, device=device) if is_on_host and device.ordinal is not None else whole

@@ -15,8 +15,9 @@ from lt_runtime.arguments import Fixed, check_instance, number, shown
 from lt_runtime.arrays.operand import HOST, device_of
 from lt_runtime.distributed.protocols import Engine, Wire
 from lt_runtime.environment import local_rank
-from lt_runtime.errors import ArgumentError, GroupError, MissingLibraryError
+from lt_runtime.errors import ArgumentError, GroupError, MissingLibraryError, printable
 
+_END: Final = b"\0"  # ends the purpose of a call, which precedes the value of each process
 _MPI: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _ELASTIC: Final = "TORCHELASTIC_RUN_ID"
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -117,9 +118,17 @@ class Group(Fixed):
         """Returns the values that all processes have given, in the order of their ranks.
 
         Args:
-            what: the purpose of the call, for errors.
+            what: the purpose of the call, for errors; the same in all processes.
+
+        Raises:
+            GroupError: another process has called this for another purpose.
         """
-        return self._wire.gather(value, what)
+        given = [each.partition(_END) for each in self._wire.gather(what.encode() + _END + value, what)]
+        for rank, (purpose, *_) in enumerate(given):
+            if purpose != given[0][0]:
+                theirs, first = (printable(each.decode(errors="replace"), 200) for each in (purpose, given[0][0]))
+                raise GroupError(f"rank {rank} waits for {theirs}, but rank 0 for {first}: all must make equal calls")
+        return [each for *_, each in given]
 
     def from_first(self, value: bytes, what: str) -> bytes:
         """The bytes that process 0 gives; those of the other processes are ignored."""
@@ -253,7 +262,8 @@ def first_alone(group: Group | None, what: str) -> Iterator[bool]:
         failure = error
     if group is not None:
         with group.patience():
-            text = group.from_first(str(failure or "").encode(), what).decode()
+            # `what` may name another file in each process: only that of process 0 is written
+            text = group.from_first(str(failure or "").encode(), "the writing of a file").decode()
         if text and failure is None:
             raise GroupError(f"{what} has failed in process 0: {text}")
     if failure is not None:

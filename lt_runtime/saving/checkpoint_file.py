@@ -16,7 +16,7 @@ import os
 import stat
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,14 +62,31 @@ def write(path: AnyPath, arrays: Arrays, text: str) -> None:
         raise CheckpointError(
             f"{path} would need a header of {len(header)} bytes; at most {_HEADER_LIMIT} are accepted"
         )
+    with _replacing_target(path) as file:
+        file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
+        for _, array in ordered:
+            file.write(_bytes_of(array))
+
+
+def check_writable(path: AnyPath) -> None:
+    """Raises `FileError` if a file cannot be made at a path; changes no file there."""
+    with contextlib.suppress(_AbandonedError), _replacing_target(path):
+        raise _AbandonedError
+
+
+class _AbandonedError(Exception):
+    """Ends the block of `_replacing_target` without a new file."""
+
+
+@contextlib.contextmanager
+def _replacing_target(path: AnyPath) -> Iterator[BinaryIO]:
+    """Replaces a file as `replacing` does; follows symbolic links to their end, which need not exist."""
     with _file_errors(path):
-        target = Path(os.path.realpath(path))  # follows symbolic links to their end, which need not exist
+        target = Path(os.path.realpath(path))
         if target.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         with replacing(target) as file:
-            file.write(len(header).to_bytes(_LENGTH_BYTES, "little") + header)
-            for _, array in ordered:
-                file.write(_bytes_of(array))
+            yield file
         flush(target.parent)
 
 

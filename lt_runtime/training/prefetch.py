@@ -56,7 +56,7 @@ def map_arrays(batch: Batch, function: Callable[[Any], Any], where: str = "the b
     if isinstance(batch, dict):
         return {key: map_arrays(part, function, f"{where}[{key!r}]") for key, part in batch.items()}
     if not isinstance(batch, (tuple, list)):
-        name = type(batch).__name__
+        name = f"{type(batch).__module__}.{type(batch).__name__}".removeprefix("builtins.")
         also = "PyTorch tensors on the CPU, and tuples, lists and dicts of them"
         raise OperandError(f"{where} is a {name}; accepted are NumPy arrays, {also}")
     parts = [map_arrays(part, function, f"{where}[{i}]") for i, part in enumerate(batch)]

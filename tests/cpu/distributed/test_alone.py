@@ -53,10 +53,16 @@ def test_auto_is_the_gpu_of_a_process_on_its_machine(monkeypatch, variable, valu
     ],
 )
 def test_a_difference_names_a_rank_and_an_entry(values, message):
-    texts = [json.dumps(each).encode() for each in values]
+    texts = [b"a test\0" + json.dumps(each).encode() for each in values]
     wire = SimpleNamespace(rank=0, size=len(values), limit=1.0, gather=lambda value, what: texts)
     with pytest.raises(lt.errors.GroupError, match=message):
         groups.Group(wire).agree(values[0], "a test")
+
+
+def test_calls_for_other_purposes_are_told_apart():
+    wire = SimpleNamespace(rank=0, size=2, limit=1.0, gather=lambda value, what: [b"the metrics\0[1]", b"a barrier\0"])
+    with pytest.raises(lt.errors.GroupError, match="rank 1 waits for a barrier, but rank 0 for the metrics"):
+        groups.Group(wire).gather(b"[1]", "the metrics")
 
 
 def test_one_process_needs_no_nccl(monkeypatch):

@@ -29,7 +29,7 @@ def grouped(gpu: FakeGpu) -> Iterator[Grouped]:
 
     def make(size: int = 2, rank: int = 0, **replies: bytes) -> Any:
         wire = MirrorWire(size, rank)
-        wire.replies |= {what: [reply] * size for what, reply in replies.items()}
+        wire.replies |= {what: [what.encode() + b"\0" + reply] * size for what, reply in replies.items()}
         groups.append(module.Group(wire))
         return groups[-1]
 

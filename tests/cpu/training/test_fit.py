@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.errors import ArgumentError, KindError
+from lt_runtime.errors import ArgumentError, FileError, KindError
 from tests.support.fake_gpu import FakeGpu
 
 RATES: tuple[float, ...] = (0.05, 0.05, 0.0, -0.5, -0.5, -0.5)
@@ -95,6 +95,33 @@ def test_an_interrupt_keeps_the_epochs_and_the_best_weights() -> None:
     check(run, lt.fit(run.step, batches, epochs=6, valid=run.valid))
 
 
+def test_an_interrupt_ends_a_process_of_a_group() -> None:
+    """The other processes would wait for this one, if its call returned."""
+    run, group = Run(), lt.group()
+    step = lt.TrainStep(run.model, run.optimizer, loss="mse", batch_size=8, group=group)
+    vars(group)["size"] = 2
+
+    def batches() -> Iterator[Any]:
+        yield from run.batches()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lt.fit(step, batches)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_found_before_training(tmp_path: Path) -> None:
+    run, path = Run(), tmp_path / "best"
+    path.write_text("an older file")
+    for checkpoint in (tmp_path, tmp_path / "missing" / "best"):
+        with pytest.raises(FileError):
+            lt.fit(run.step, run.batches, checkpoint=checkpoint)
+    with pytest.raises(ArgumentError, match="no batches"):
+        lt.fit(run.step, [], checkpoint=path)
+    assert run.step.metrics().steps == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["best"]
+    assert path.read_text() == "an older file"
+
+
 def test_without_validation_the_last_weights_stay_and_are_saved(tmp_path: Path) -> None:
     run = Run()
     run.step(*run.batch)  # this step must not count in the first epoch's means
@@ -133,6 +160,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"patience": 1}, ArgumentError, "early stopping needs batches for validation"),
     ({"valid": []}, ArgumentError, "valid has no batches in epoch 1"),
     ({"batches": iter([data()]), "epochs": 2}, ArgumentError, "batches has no batches in epoch 2: an iterator"),
+    ({"batches": lt.prefetch([], device="cpu"), "epochs": 2}, ArgumentError, "batches is Prefetcher.* for 2 epochs"),
+    ({"valid": (each for each in [data()]), "epochs": 2}, ArgumentError, "valid is <generator .* for 2 epochs; an it"),
     ({"batches": 3}, KindError, "batches is 3; it must be an iterable"),
     ({"batches": [data()[0]]}, KindError, "number 0 of batches is .*; it must be a tuple"),
     ({"progress": 2}, KindError, "progress is 2"),
