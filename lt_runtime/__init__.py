@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from lt_runtime.ops.losses import Loss, bce_with_logits, cross_entropy, huber_loss, mse_loss
     from lt_runtime.ops.matmul import matmul
     from lt_runtime.ops.norm import NormContext, layer_norm_bwd, layer_norm_fwd, rms_norm_bwd, rms_norm_fwd
-    from lt_runtime.ops.optimizer import AdamW, Optimizer, Parameter
+    from lt_runtime.ops.optimizers.adamw import AdamW
+    from lt_runtime.ops.optimizers.optimizer import Optimizer
+    from lt_runtime.ops.optimizers.parameters import Parameter
     from lt_runtime.ops.tuning import explain, tune
     from lt_runtime.problem import ACTIVATIONS, Activation, Philox
     from lt_runtime.profiling import profile
@@ -63,7 +65,9 @@ _EXPORTS = {
     "grad_scaler": "GradScaler",
     "ops._linear": "LinearContext",
     "ops.add": "add",
-    "ops.optimizer": "AdamW Optimizer Parameter",
+    "ops.optimizers.adamw": "AdamW",
+    "ops.optimizers.optimizer": "Optimizer",
+    "ops.optimizers.parameters": "Parameter",
     "ops.dropout": "dropout",
     "ops.first_use": "tuning",
     "ops.fp8.casts": "cast_fp8 cast_fp8_rows",

@@ -20,7 +20,7 @@ from lt_runtime.files import AnyPath
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.nn.mlp import MLP
-from lt_runtime.ops.optimizer import AdamW
+from lt_runtime.ops.optimizers.adamw import AdamW
 from lt_runtime.saving.checkpoint_file import check_writable
 from lt_runtime.saving.checkpoints import save_checkpoint
 from lt_runtime.saving.state import save

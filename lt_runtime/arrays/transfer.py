@@ -17,9 +17,9 @@ from lt_runtime.arguments import shown
 from lt_runtime.arrays.copies import copies_of
 from lt_runtime.arrays.libraries import cupy, is_from
 from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, library_of, read
-from lt_runtime.errors import ArgumentError, DTypeError, LtError, OperandError
+from lt_runtime.errors import ArgumentError, CaptureError, DTypeError, LtError, OperandError
 from lt_runtime.gpu.devices import activated
-from lt_runtime.gpu.driver import call
+from lt_runtime.gpu.driver import call, is_capturing
 from lt_runtime.problem import ALIGNMENT
 
 # Largest integer up to which FP32 holds every integer exactly.
@@ -78,6 +78,21 @@ def fetch(operand: Operand, stream: int) -> NDArray[Any]:
             call("cuStreamSynchronize", stream)
     strides = tuple(stride * operand.itemsize for stride in operand.strides)
     return np.lib.stride_tricks.as_strided(memory, operand.shape, strides)
+
+
+def host_access(name: str, array: Any) -> tuple[Operand, int]:
+    """Reads an array whose values the host will read or write, and the current stream of the array's library.
+
+    Raises:
+        CaptureError: the current stream is being captured.
+    """
+    device = device_of(name, array)
+    if device == HOST:
+        return read(name, array, 0), 0
+    stream = library_of(array).current_stream(device)
+    if stream and is_capturing(stream):
+        raise CaptureError(f"stream {stream:#x} is being captured; {name} cannot be read or written by the host")
+    return read(name, array, stream), stream
 
 
 def store(operand: Operand, values: NDArray[Any], stream: int) -> None:

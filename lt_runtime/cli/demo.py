@@ -20,7 +20,7 @@ from lt_runtime.errors import MissingLibraryError
 from lt_runtime.files import replace_file
 from lt_runtime.gpu.devices import parse_device
 from lt_runtime.nn.mlp import MLP
-from lt_runtime.ops.optimizer import AdamW
+from lt_runtime.ops.optimizers.adamw import AdamW
 from lt_runtime.profiling import Layer, Profile, profile
 from lt_runtime.training.prefetch import prefetch
 from lt_runtime.training.step import TrainStep

@@ -11,7 +11,7 @@ from typing import Any, Final
 from lt_runtime.distributed.group import Group
 from lt_runtime.errors import GroupError
 from lt_runtime.gpu.streams import order_after, private_stream
-from lt_runtime.ops._parameters import Parameter
+from lt_runtime.ops.optimizers.parameters import Parameter
 
 _BYTES: Final = 32 << 20
 """Least bytes of a bucket, except the first one. Gradients of fewer than twice as many bytes are all in one bucket.

@@ -15,8 +15,8 @@ import numpy as np
 from lt_runtime.distributed.group import Group
 from lt_runtime.fp8 import FP8
 from lt_runtime.nn.block import Block
-from lt_runtime.ops._optimizer_state import Shard
-from lt_runtime.ops.optimizer import Optimizer, state_arrays
+from lt_runtime.ops.optimizers.optimizer import Optimizer, state_arrays
+from lt_runtime.ops.optimizers.state import Shard
 from lt_runtime.problem import Activation, type_name
 from lt_runtime.store.plan_store import plan_store
 

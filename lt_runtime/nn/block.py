@@ -19,9 +19,10 @@ from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.nn.run import Met, Pass
-from lt_runtime.ops._parameters import LeftOut, Parameter, by_name, load_values
 from lt_runtime.ops.add import add as sum_of
 from lt_runtime.ops.first_use import not_tuning
+from lt_runtime.ops.optimizers.loading import LeftOut, by_name, load_values
+from lt_runtime.ops.optimizers.parameters import Parameter
 from lt_runtime.problem import DType
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from lt_runtime.products.matmul import lacks_scale_vectors
 from lt_runtime.reference.fp8 import INVERSE, SCALE
 
 if TYPE_CHECKING:
-    from lt_runtime.ops._parameters import Parameter
+    from lt_runtime.ops.optimizers.parameters import Parameter
     from lt_runtime.problem import Activation
 
 _ACTIVATIONS: Final = ("none", "relu", "gelu")

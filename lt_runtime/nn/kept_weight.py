@@ -16,8 +16,8 @@ from lt_runtime.plans.fp8 import W
 from lt_runtime.reference.fp8 import INVERSE, SCALE, SLOT_WIDTH
 
 if TYPE_CHECKING:
-    from lt_runtime.ops._parameters import Parameter
     from lt_runtime.ops.fp8.state import FP8State
+    from lt_runtime.ops.optimizers.parameters import Parameter
 
 
 class KeptWeight:

@@ -16,9 +16,9 @@ from lt_runtime.nn.linear import Linear, Maker, backward_layers, forward_layers,
 from lt_runtime.nn.run import Pass
 from lt_runtime.ops import norm
 from lt_runtime.ops._gated import GatedContext
-from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.dropout import dropout
 from lt_runtime.ops.gated import gated_bwd
+from lt_runtime.ops.optimizers.parameters import Parameter
 from lt_runtime.problem import ActivationName, Chosen, ComputeName, DType, DTypeLike, activation_of, probability
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.nn.run import Pass
 from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops._linear import LinearContext
-from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.add import add as sum_of
 from lt_runtime.ops.gated import gated_fwd
 from lt_runtime.ops.linear import linear, linear_bwd, linear_fwd
+from lt_runtime.ops.optimizers.parameters import Parameter
 from lt_runtime.problem import (
     Activation,
     BackwardProblem,

@@ -24,7 +24,7 @@ from lt_runtime.nn.linear import Linear, activations_by_layer, backward_layers, 
 from lt_runtime.nn.narrow import NarrowPasses
 from lt_runtime.nn.run import Pass
 from lt_runtime.ops._linear import LinearContext
-from lt_runtime.ops._parameters import Parameter
+from lt_runtime.ops.optimizers.parameters import Parameter
 from lt_runtime.problem import Activation, Chosen, Compute, ComputeName, DType, DTypeLike, Philox, probability
 
 _Value = TypeVar("_Value")

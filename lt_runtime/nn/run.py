@@ -20,8 +20,8 @@ from lt_runtime.gpu.driver import call, is_capturing
 from lt_runtime.gpu.memory import StreamMemory, deferred_joins, join
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops._linear import LinearContext
-from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.call import PreparedCall
+from lt_runtime.ops.optimizers.parameters import Parameter
 from lt_runtime.problem import MLPProblem, Philox
 from lt_runtime.ranges import range_of
 

@@ -18,7 +18,7 @@ from lt_runtime.files import parse_json, read_private, replace_private
 from lt_runtime.gpu.driver import call
 from lt_runtime.layout import packed
 from lt_runtime.ops.call import PreparedCall
-from lt_runtime.ops.optimizer import Optimizer
+from lt_runtime.ops.optimizers.optimizer import Optimizer
 from lt_runtime.plans.cache import FUSED_MLP, make_plan
 from lt_runtime.problem import Compute, DType, MatmulProblem, MLPProblem, Spec
 from lt_runtime.products.padded import PaddedPlan

@@ -25,8 +25,9 @@ from lt_runtime.gpu.devices import parse_device
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.linear import scales_of
 from lt_runtime.nn.mlp import MLP, shapes_of
-from lt_runtime.ops._parameters import check_rounding, rounded, values_for, write_values
-from lt_runtime.ops.optimizer import AdamW, Bounds, Optimizer, outside, state_arrays, state_ranges
+from lt_runtime.ops.optimizers.adamw import AdamW
+from lt_runtime.ops.optimizers.optimizer import Bounds, Optimizer, outside, state_arrays, state_ranges
+from lt_runtime.ops.optimizers.parameters import check_rounding, rounded, values_for, write_values
 from lt_runtime.problem import Activation
 from lt_runtime.rules import AMSGrad
 from lt_runtime.saving import checkpoint_file

@@ -16,7 +16,7 @@ from lt_runtime.nn.containers import Chain, Parallel, Residual
 from lt_runtime.nn.layers import GEGLU, Dropout, Gated, LayerNorm, ReGLU, RMSNorm, SwiGLU
 from lt_runtime.nn.linear import Linear
 from lt_runtime.nn.mlp import MLP
-from lt_runtime.ops._parameters import Parameter
+from lt_runtime.ops.optimizers.parameters import Parameter
 from lt_runtime.problem import DType
 from lt_runtime.saving.checkpoint_file import Kinds
 

@@ -15,8 +15,9 @@ from lt_runtime.arguments import not_negative, shown
 from lt_runtime.errors import ArgumentError, KindError
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.linear import Linear
-from lt_runtime.ops._parameters import Parameter
-from lt_runtime.ops.optimizer import AdamW, Optimizer, state_arrays, state_ranges
+from lt_runtime.ops.optimizers.adamw import AdamW
+from lt_runtime.ops.optimizers.optimizer import Optimizer, state_arrays, state_ranges
+from lt_runtime.ops.optimizers.parameters import Parameter
 from lt_runtime.problem import Activation
 from lt_runtime.saving.checkpoints import MASTER, options_of_all_groups, plain
 from lt_runtime.saving.descriptions import named_parameters

@@ -23,7 +23,7 @@ from lt_runtime.errors import ArgumentError, CheckpointError
 from lt_runtime.files import AnyPath, parse_json
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.device import ComputeDevice
-from lt_runtime.ops.optimizer import Optimizer
+from lt_runtime.ops.optimizers.optimizer import Optimizer
 from lt_runtime.saving import checkpoint_file
 from lt_runtime.saving.checkpoint_file import Arrays, Kind, Kinds, check_kinds, of_others, shortened
 from lt_runtime.saving.checkpoints import (

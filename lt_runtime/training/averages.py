@@ -21,8 +21,8 @@ from lt_runtime.kernels.kernel import Tally as TallyPart
 from lt_runtime.kernels.losses import TallyPass, TallyState
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.mlp import brief
-from lt_runtime.ops._parameters import HeldArrays, write_values
 from lt_runtime.ops.losses import Tallied
+from lt_runtime.ops.optimizers.parameters import HeldArrays, write_values
 from lt_runtime.problem import DType
 
 _STATE: Final = np.dtype(TallyState)

@@ -32,15 +32,16 @@ from lt_runtime.nn.mlp import MLP
 from lt_runtime.nn.narrow import NarrowPasses
 from lt_runtime.nn.run import PLACES, Met, Pass
 from lt_runtime.ops import losses
-from lt_runtime.ops.optimizer import Optimizer, StepInParts
+from lt_runtime.ops.optimizers.optimizer import Optimizer
+from lt_runtime.ops.optimizers.steps import StepInParts
 from lt_runtime.problem import Activation, type_name
 from lt_runtime.ranges import range_of
 from lt_runtime.reference.fp8 import AMAX
 from lt_runtime.training.averages import EMA, GpuTally, Tally, scores_of
 
 if TYPE_CHECKING:
-    from lt_runtime.ops._parameters import Parameter
     from lt_runtime.ops.fp8.state import FP8State
+    from lt_runtime.ops.optimizers.parameters import Parameter
     from lt_runtime.training.fp8_weights import Fp8Weights
 
 LOSSES: Final[Mapping[str, tuple[Callable[..., losses.Loss], tuple[str, ...]]]] = {

@@ -31,8 +31,8 @@ from lt_runtime.gpu.streams import is_captured, order_after, private_stream, rel
 from lt_runtime.kernels.resize import TABLE_BYTES, Place, RowBuffers, RowsCopy, write_table
 from lt_runtime.kernels.tiling import VECTOR_BYTES
 from lt_runtime.nn.run import Met
-from lt_runtime.ops._parameters import changes, check_masters
 from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
+from lt_runtime.ops.optimizers.parameters import changes, check_masters
 from lt_runtime.plans.cache import exchange_entries
 from lt_runtime.ranges import range_of
 from lt_runtime.store.plan_store import plan_store

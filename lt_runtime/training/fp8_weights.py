@@ -13,10 +13,11 @@ from lt_runtime.arrays.operand import CUPY, library_of, read
 from lt_runtime.gpu.driver import call
 from lt_runtime.kernels.optimizer import FP8_COLUMNS, Fp8Copy
 from lt_runtime.kernels.tiling import VECTOR_BYTES
-from lt_runtime.ops._parameters import Parameter
 from lt_runtime.ops.fp8.casts import cast_fp8
 from lt_runtime.ops.fp8.state import FP8State
-from lt_runtime.ops.optimizer import Optimizer, StepWithCopies
+from lt_runtime.ops.optimizers.optimizer import Optimizer
+from lt_runtime.ops.optimizers.parameters import Parameter
+from lt_runtime.ops.optimizers.steps import StepWithCopies
 from lt_runtime.plans.fp8 import W
 from lt_runtime.reference.fp8 import AMAX, FP8_TYPES, SCALE
 

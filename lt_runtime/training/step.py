@@ -17,8 +17,8 @@ from lt_runtime.errors import ArgumentError, DriverError
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.mlp import brief
-from lt_runtime.ops._parameters import HeldArrays, changes
-from lt_runtime.ops.optimizer import Optimizer
+from lt_runtime.ops.optimizers.optimizer import Optimizer
+from lt_runtime.ops.optimizers.parameters import HeldArrays, changes
 from lt_runtime.ranges import STEP, range_of
 from lt_runtime.training.averages import EMA, GpuTally, HostTally, Tally, Totals, scores_of
 from lt_runtime.training.body import LossName, OwnFunction, StepBody, StepLoss, step_loss

@@ -42,7 +42,7 @@ NEIGHBOURS = {("problem", "epilogue"), ("problem", "layout"), ("arrays", "gpu")}
 LIKE_A_USER = {"cli", "__main__"}
 """Rooms that may import the package's public names, as a user does, because they are built on them."""
 
-SHARED_BY_OPERATIONS = {"call", "first_use", "fp8"}
+SHARED_BY_OPERATIONS = {"call", "first_use", "fp8", "optimizers"}
 """Modules and folders of `ops` that operations share; other helpers have names that begin with an underscore."""
 
 KNOW_CTYPES = {"cublaslt", "gpu", "kernels"}

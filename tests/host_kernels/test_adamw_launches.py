@@ -17,9 +17,10 @@ from lt_runtime import rules
 from lt_runtime.errors import DTypeError, OverlapError, ShapeError
 from lt_runtime.grad_scaler import GradScaler
 from lt_runtime.kernels.optimizer import Options
-from lt_runtime.ops import _optimizer_state as states
-from lt_runtime.ops._optimizer_state import GpuState, HostState
-from lt_runtime.ops._parameters import Parameter
+from lt_runtime.ops.optimizers import gpu_state as states
+from lt_runtime.ops.optimizers.gpu_state import GpuState
+from lt_runtime.ops.optimizers.parameters import Parameter
+from lt_runtime.ops.optimizers.state import HostState
 from lt_runtime.problem import DType
 from lt_runtime.schedules import table
 from tests.host_kernels.arrays import numbers

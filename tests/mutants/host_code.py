@@ -83,14 +83,14 @@ FAULTS: Final[Table] = {
             "tests/cpu/test_fake_gpu_kept_weights.py::test_outputs_follow[assign-True]",
         ),
     },
-    "lt_runtime/ops/_optimizer_state.py": {
+    "lt_runtime/ops/optimizers/gpu_state.py": {
         "captured inference in FP8 goes on with the weights before an optimizer's steps": (
             "                each.renew(handle)\n",
             "                pass\n",
             "tests/cpu/test_fake_gpu_kept_weights.py::test_outputs_follow[replay steps-True]",
         ),
     },
-    "lt_runtime/ops/optimizer.py": {
+    "lt_runtime/ops/optimizers/optimizer.py": {
         "copies in FP8 outlive an update by the caller": (
             "        writes.latest = None\n        self._state.step(stream)",
             "        self._state.step(stream)",

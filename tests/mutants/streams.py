@@ -69,7 +69,7 @@ FAULTS: Final[Table] = {
             f"{_GROUPS}::test_equal_batches_give_the_bits_of_one_process",
         ),
     },
-    "lt_runtime/ops/_optimizer_state.py": {
+    "lt_runtime/ops/optimizers/gpu_state.py": {
         "an optimizer may be used before its state is there": (
             'call("cuStreamSynchronize", self._stream)',
             "pass",

@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from lt_runtime.arguments import check_instance
 from lt_runtime.arrays.checks import check_shape, check_type
 from lt_runtime.arrays.operand import CUPY, HOST, device_of, read
-from lt_runtime.arrays.transfer import fetch, host_values, host_zeros, replace_all, store, writes
+from lt_runtime.arrays.transfer import fetch, host_access, host_values, host_zeros, replace_all, store, writes
 from lt_runtime.errors import ArgumentError, ShapeError
 from lt_runtime.fp8 import FP8
 from lt_runtime.kernels.fp8 import ScalesPass
-from lt_runtime.ops._parameters import host_access
 from lt_runtime.ops.call import PassOperation, Request, perform
 from lt_runtime.reference.fp8 import OVERFLOWS, SCALE, fp8_slots, update_fp8_scales
 

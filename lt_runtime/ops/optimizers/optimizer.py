@@ -1,4 +1,4 @@
-"""`Optimizer` and `AdamW`: rules over groups of parameters, with one gradient norm, loss scale and step number."""
+"""`Optimizer`: rules over groups of parameters, with one gradient norm, loss scale and step number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 import numpy as np
@@ -17,20 +17,16 @@ from lt_runtime import ranges, reference
 from lt_runtime.arguments import Fixed, check_instance, flag, number, shown
 from lt_runtime.arrays.libraries import cupy
 from lt_runtime.arrays.operand import HOST, device_of, library_of, on_host
-from lt_runtime.arrays.transfer import fetch, host_values, replace_all, writes
+from lt_runtime.arrays.transfer import fetch, host_access, host_values, replace_all, writes
 from lt_runtime.errors import ArgumentError, KindError, LtError, OperandError
-from lt_runtime.gpu.driver import call
 from lt_runtime.grad_scaler import LARGEST_SCALE, SMALLEST_SCALE, GradScaler
-from lt_runtime.kernels.optimizer import Fp8Copy, Options
-from lt_runtime.ops._optimizer_state import GpuState, HostState, Shard
-from lt_runtime.ops._parameters import HeldArrays, Parameter, changes, host_access
+from lt_runtime.kernels.optimizer import Options
+from lt_runtime.ops.optimizers.gpu_state import GpuState
+from lt_runtime.ops.optimizers.parameters import HeldArrays, Parameter, changes
+from lt_runtime.ops.optimizers.state import HostState, Shard
 from lt_runtime.problem import DType, Philox, TorchDType, type_name
 from lt_runtime.rules import RULES, Rule
-from lt_runtime.rules import AdamW as AdamWRule
-from lt_runtime.rules import AMSGrad as AMSGradRule
 from lt_runtime.schedules import AnySchedule, Schedule, Table
-
-__all__ = ["AdamW", "Optimizer", "Parameter"]
 
 MomentsType: TypeAlias = Literal["float32", "bfloat16"] | DType | np.dtype[Any] | type[Any] | TorchDType
 Bounds: TypeAlias = Mapping[str, tuple[float, float]]
@@ -343,163 +339,6 @@ class Optimizer(Fixed):
         changes.latest = object()
 
 
-def _setting(name: str, doc: str) -> Any:
-    """A property of `AdamW` for a setting of its single rule."""
-
-    def change(optimizer: AdamW, value: float) -> None:
-        optimizer._change(rules=(dataclasses.replace(optimizer.rules[0], **dict[str, Any]({name: value})),))
-
-    return property(lambda optimizer: getattr(optimizer.rules[0], name), change, doc=doc)
-
-
-class AdamW(Optimizer):
-    """`Optimizer` of one group by AdamW (Loshchilov and Hutter, 2019) as PyTorch defines it, in FP32 arithmetic.
-
-    θ ← θ·(1 - lr·λ) - lr · m̂ / (√v̂ + ε), where lr is multiplied by the schedule's factor. On a GPU one kernel
-    updates every parameter. It computes the bias corrections and the learning rate from the step's number on the
-    device, and advances that number, so that a captured graph can be replayed. With `max_norm`, `skip_nonfinite` or
-    `scaler` a second kernel reads the gradients before it. The host reads nothing back.
-
-    A NaN or infinite gradient makes its own element NaN, and with `max_norm` every element. With `skip_nonfinite` or
-    `scaler` the whole update is skipped instead: parameters, moments and `steps` stay.
-
-    `lr`, `weight_decay` and `schedule` may be set between steps, as may `lr_scale` and `weight_decay` of a parameter.
-    The next step uses them, also that of an `lt.TrainStep`, whose graph reads them from the device. Other attributes
-    cannot be set. For a graph that you capture from `step` yourself, see `apply_settings`.
-
-    Parameters' data must be the rounding of their master copies, as they are after `Parameter.assign` and after every
-    update. The optimizer checks this when it is made and at each step on the host; on a GPU it checks before the first
-    step and before the first graph of a `TrainStep`. Later steps on a GPU do not check, because reading `data` would
-    take an eighth more memory traffic: later writes into `data` alone are lost silently.
-
-    Args:
-        parameters: one or more, without repetition; all NumPy arrays, or all on one GPU.
-        lr: learning rate.
-        betas: decay rates of the moments, in [0, 1).
-        eps: added to the denominator.
-        weight_decay: λ.
-        schedule: factor of the learning rate by step; None for a constant factor of 1.
-        amsgrad: divide by the largest v̂ so far instead of the present one.
-        max_norm: clip the gradients to this norm over all parameters together, as PyTorch's `clip_grad_norm_`. With
-            infinity the norm is computed and nothing is clipped; with None it is not computed.
-        skip_nonfinite: skip an update in which any gradient is NaN or infinite.
-        scaler: divides the gradients by its scale, skips as `skip_nonfinite` does, and moves the scale. It serves one
-            optimizer.
-        moments: their type, FP32 or BF16, as a name or as a type of NumPy, `ml_dtypes` or PyTorch. BF16 moments are
-            rounded stochastically, because rounding to nearest would lose small changes.
-        stochastic_rounding: update BF16 parameters that have no master copy in place, rounded stochastically, rather
-            than making master copies of them.
-        seed: of the random numbers that stochastic rounding draws; 64 bits.
-
-    Attributes:
-        lr, weight_decay, schedule: the present settings.
-        steps: array (1,) of uint32 on the parameters' device, the number of updates done; `steps.item()` is the int.
-        skipped_steps: array (1,) of uint32 on the parameters' device, the number of updates skipped.
-        grad_norm: FP32 array of shape (), the norm of the unscaled gradients in the last step, before clipping. None
-            without `max_norm`, `skip_nonfinite` and `scaler`.
-        moments: for each parameter m, v and, with `amsgrad`, the largest v; one allocation holds them all.
-        options: all options but the parameters, with the present settings.
-        parameters, scaler: as given.
-        rates: the learning rate in force, in a tuple of one; see `Optimizer`.
-
-    Raises:
-        ArgumentError: no parameters, or an option out of its range.
-        OperandError: a parameter whose arrays do not fit together, with gaps between its elements, or whose data are
-            not the rounding of their master copy; or a parameter that was given twice.
-    """
-
-    _changeable: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "schedule")
-    lr: float = _setting("lr", "The learning rate; may be set.")
-    weight_decay: float = _setting("weight_decay", "λ of the parameters that have none of their own; may be set.")
-
-    def __init__(
-        self,
-        parameters: Sequence[Parameter],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.01,
-        schedule: AnySchedule | None = None,
-        *,
-        amsgrad: bool = False,
-        max_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        scaler: GradScaler | None = None,
-        moments: MomentsType = "float32",
-        stochastic_rounding: bool = False,
-        seed: int = 0,
-    ) -> None:
-        checked = _parameters("parameters", parameters)
-        kind = AMSGradRule if flag("amsgrad", amsgrad) else AdamWRule
-        super().__init__(
-            [(checked, kind(lr, betas, eps, weight_decay))],
-            schedule,
-            max_norm=max_norm,
-            skip_nonfinite=skip_nonfinite,
-            scaler=scaler,
-            moments=moments,
-            stochastic_rounding=stochastic_rounding,
-            seed=seed,
-        )
-
-    def __repr__(self) -> str:
-        settings = str(self.rules[0]).partition("(")[2]
-        return f"AdamW({len(self.parameters)} parameters, {settings}"
-
-
-class StepWithCopies:
-    """The step of an optimizer on a GPU that also writes copies of weights in FP8, for the products of the next step.
-
-    Args:
-        copies: by the numbers of the parameters among the optimizer's.
-        stream: copies the kernels' tables; the host waits for it.
-    """
-
-    def __init__(self, optimizer: Optimizer, copies: Mapping[int, Fp8Copy], stream: int) -> None:
-        state, self._kept = optimizer._state, list[Any]()
-        assert isinstance(state, GpuState)
-        self._optimizer, self._state = optimizer, state
-        self._updates = state.updates_with(copies, stream, self._kept)
-        call("cuStreamSynchronize", stream)
-
-    def __call__(self, set_scales: Callable[[], None], *, stream: Any) -> None:
-        """See `Optimizer.step`; `set_scales` sets the copies' scales once it is known whether the step is skipped."""
-        ranges.tell(self._optimizer)
-        self._optimizer.check_arrays()
-        self._state.step(stream, self._updates, set_scales)
-
-
-class StepInParts:
-    """The step of an optimizer on a GPU in two parts, of which the first one reads only some of the gradients.
-
-    The optimizer must need neither the norm nor the finiteness of all gradients.
-
-    Args:
-        first: numbers of the parameters that the first part updates.
-        stream: copies the kernels' tables; the host waits for it.
-    """
-
-    def __init__(self, optimizer: Optimizer, first: Collection[int], stream: int) -> None:
-        state, self._kept = optimizer._state, list[Any]()
-        assert isinstance(state, GpuState)
-        self._optimizer, self._state = optimizer, state
-        others = {*range(len(optimizer.parameters))} - {*first}
-        self._first = state.updates_with({}, stream, self._kept, others, advances=False)
-        self._second = state.updates_with({}, stream, self._kept, first)
-        call("cuStreamSynchronize", stream)
-
-    def begin(self, stream: int) -> None:
-        """Puts the update of the first parameters on a stream."""
-        for launches in self._first:
-            launches[stream][1]()
-
-    def __call__(self, *, stream: Any) -> None:
-        """Puts the update of all other parameters on a stream, see `Optimizer.step`."""
-        ranges.tell(self._optimizer)
-        self._optimizer.check_arrays()
-        self._state.step(stream, self._second)
-
-
 def state_arrays(optimizer: Optimizer, names: Sequence[str] | None = None) -> dict[str, Any]:
     """The arrays that updates change and read, by their names in `Optimizer.state_dict`.
 
@@ -570,11 +409,11 @@ def _groups(given: Any) -> list[tuple[tuple[Parameter, ...], Rule]]:
             raise KindError(f"groups[{i}] is {shown(pair)}; groups must be {accepted}")
         if type(pair[1]) not in RULES:
             raise KindError(f"groups[{i}][1] is {shown(pair[1])}; it must be a rule, such as lt.rules.AdamW()")
-        pairs.append((_parameters(f"groups[{i}][0]", pair[0]), pair[1]))
+        pairs.append((checked_parameters(f"groups[{i}][0]", pair[0]), pair[1]))
     return pairs
 
 
-def _parameters(name: str, given: Any) -> tuple[Parameter, ...]:
+def checked_parameters(name: str, given: Any) -> tuple[Parameter, ...]:
     """Checks that there is at least one parameter, and returns all; their arrays are checked later."""
     accepted = "a sequence of lt.Parameter, such as model.parameters()"
     try:
