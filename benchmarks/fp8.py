@@ -152,7 +152,7 @@ def peers(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Call
     for name, mode in modes(options, compiled=True).items():
         yield name.replace("torch", f"torch_{way}"), peer("torch_steps", "contender", setup, way, compiled=mode)
     for recipe in RECIPES:
-        yield f"torchao_{recipe}", peer("torch_fp8", "contender", setup, way, recipe)
+        yield f"torchao_{recipe}", peer("torch_steps", "contender", setup, way, compiled="default", recipe=recipe)
 
 
 def with_fastest(timings: Mapping[str, Timing]) -> dict[str, Timing]:

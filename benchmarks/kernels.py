@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
@@ -55,6 +56,17 @@ def _torch(name: str, *arguments: Any, **options: Any) -> dict[str, Callable[[],
     return {"torch": by_kernels, TORCH_COMPILE: peer("torch_kernels", name, *arguments, **options, compiled=True)}
 
 
+def _private(name: str, made: Sets, *arguments: Any, **options: Any) -> Callable[[], Contender]:
+    """Contender of a pass that no public call runs alone: `internals` makes it for the addresses of a buffer set."""
+
+    def build() -> Contender:
+        run = getattr(import_module("benchmarks.internals"), name)(*arguments, **options)
+        addresses = [tuple(each.data.ptr for each in arrays) for arrays in made]
+        return Contender(lambda i, stream: run(*addresses[i], stream))
+
+    return build
+
+
 # Case: dz = dropout'(dy) · GELU'(z) and its column sums, in BF16, which moves six bytes an element.
 
 
@@ -67,24 +79,22 @@ def epilogue_backward(rows: int, cols: int, dropout: float = 0.0, *, rotated: bo
 
 def _epilogue_backward(shape: tuple[int, int], dropout: float, sets: int) -> Builders:
     made = buffers.matrices(shape, "bfloat16", sets, 3)
-    both = {"lt": partial(epilogue_backward_pass, made, dropout), **_torch("epilogue_backward", made, dropout)}
+    both = {"lt": epilogue_backward_pass(made, dropout), **_torch("epilogue_backward", made, dropout)}
     if dropout:
-        return {**both, "lt_without_dropout": partial(epilogue_backward_pass, made)}
+        return {**both, "lt_without_dropout": epilogue_backward_pass(made)}
     return {
         **both,
         "torch_without_bias_gradient": peer("torch_kernels", "gelu_backward", made),
-        "lt_without_bias_gradient": partial(epilogue_backward_pass, made, db=False),
-        "lt_transposed": partial(epilogue_backward_pass, made, transposed=True),
+        "lt_without_bias_gradient": epilogue_backward_pass(made, db=False),
+        "lt_transposed": epilogue_backward_pass(made, transposed=True),
     }
 
 
-def epilogue_backward_pass(made: Sets, dropout: float = 0.0, *, db: bool = True, transposed: bool = False) -> Contender:
+def epilogue_backward_pass(
+    made: Sets, dropout: float = 0.0, *, db: bool = True, transposed: bool = False
+) -> Callable[[], Contender]:
     """dz and db from dy and the pre-activation; with `transposed`, dz is written transposed, through shared memory."""
-    from benchmarks.internals import backward_pass
-
-    addresses = [tuple(each.data.ptr for each in arrays) for arrays in made]
-    run = backward_pass(made[0][0].shape, dropout, _RNG, db=db, transposed=transposed)
-    return Contender(lambda i, stream: run(*addresses[i], stream))
+    return _private("backward_pass", made, made[0][0].shape, dropout, _RNG, db=db, transposed=transposed)
 
 
 # Case: y = dropout(GELU(z)), in BF16, which moves four bytes an element.
@@ -98,14 +108,7 @@ def epilogue_forward(rows: int, cols: int, dropout: float) -> Case:
 
 def _epilogue_forward(shape: tuple[int, int], dropout: float, sets: int) -> Builders:
     made = buffers.matrices(shape, "bfloat16", sets, 2)
-
-    def ours() -> Contender:
-        from benchmarks.internals import forward_pass
-
-        addresses = [tuple(each.data.ptr for each in arrays) for arrays in made]
-        run = forward_pass(shape, dropout, _RNG)
-        return Contender(lambda i, stream: run(*addresses[i], stream))
-
+    ours = _private("forward_pass", made, shape, dropout, _RNG)
     return {"lt": ours, **_torch("epilogue_forward", made, dropout)}
 
 
@@ -119,21 +122,16 @@ def dropout(dtype: str, rows: int, cols: int, p: float = 0.1) -> Case:
 
 
 def _dropout(dtype: str, shape: tuple[int, int], p: float, sets: int) -> Builders:
-    made = buffers.matrices(shape, dtype, sets, 4)
+    import lt_runtime as lt
 
-    def ours() -> Contender:
-        import lt_runtime as lt
+    made, rng = buffers.matrices(shape, dtype, sets, 4), lt.Philox(**_RNG)
 
-        rng = lt.Philox(**_RNG)
+    def run(i: int, stream: int) -> None:
+        x, dy, y, dx = made[i]
+        lt.dropout(x, p, rng, out=y, stream=stream)
+        lt.dropout(dy, p, rng, out=dx, stream=stream)
 
-        def run(i: int, stream: int) -> None:
-            x, dy, y, dx = made[i]
-            lt.dropout(x, p, rng, out=y, stream=stream)
-            lt.dropout(dy, p, rng, out=dx, stream=stream)
-
-        return Contender(run)
-
-    return {"lt": ours, **_torch("dropout", made, p)}
+    return {"lt": partial(Contender, run), **_torch("dropout", made, p)}
 
 
 # Case: SwiGLU in BF16. Forward moves six bytes an element of y, and backward ten.
@@ -147,40 +145,34 @@ def gated(rows: int, cols: int, dropout: float = 0.0, *, backward: bool = False)
 
 
 def _gated_forward(shape: tuple[int, int], dropout: float, sets: int) -> Builders:
-    wide, narrow = (shape[0], 2 * shape[1]), shape
-    made = [(normal(wide, "bfloat16"), normal(narrow, "bfloat16")) for _ in range(sets)]
+    import lt_runtime as lt
 
-    def ours() -> Contender:
-        import lt_runtime as lt
+    made = [_normals((shape[0], 2 * shape[1]), shape) for _ in range(sets)]
+    rng = lt.Philox(**_RNG)
 
-        rng = lt.Philox(**_RNG)
+    def run(i: int, stream: int) -> None:
+        h, y = made[i]
+        lt.gated_fwd(h, dropout=dropout, rng=rng, out=y, stream=stream)
 
-        def run(i: int, stream: int) -> None:
-            h, y = made[i]
-            lt.gated_fwd(h, dropout=dropout, rng=rng, out=y, stream=stream)
-
-        return Contender(run)
-
-    return {"lt": ours, **_torch("gated_forward", made, dropout)}
+    return {"lt": partial(Contender, run), **_torch("gated_forward", made, dropout)}
 
 
 def _gated_backward(shape: tuple[int, int], dropout: float, sets: int) -> Builders:
-    wide, narrow = (shape[0], 2 * shape[1]), shape
-    made = [tuple(normal(each, "bfloat16") for each in (wide, narrow, wide)) for _ in range(sets)]
+    import lt_runtime as lt
 
-    def ours() -> Contender:
-        import lt_runtime as lt
+    wide, rng = (shape[0], 2 * shape[1]), lt.Philox(**_RNG)
+    made = [_normals(wide, shape, wide) for _ in range(sets)]
+    contexts = [lt.gated_fwd(h, dropout=dropout, rng=rng)[1] for h, _, _ in made]
 
-        rng = lt.Philox(**_RNG)
-        contexts = [lt.gated_fwd(h, dropout=dropout, rng=rng)[1] for h, _, _ in made]
+    def run(i: int, stream: int) -> None:
+        _, dy, dh = made[i]
+        lt.gated_bwd(dy, contexts[i], out=dh, stream=stream)
 
-        def run(i: int, stream: int) -> None:
-            _, dy, dh = made[i]
-            lt.gated_bwd(dy, contexts[i], out=dh, stream=stream)
+    return {"lt": partial(Contender, run), **_torch("gated_backward", made, dropout)}
 
-        return Contender(run)
 
-    return {"lt": ours, **_torch("gated_backward", made, dropout)}
+def _normals(*shapes: tuple[int, ...]) -> tuple[Any, ...]:
+    return tuple(normal(shape, "bfloat16") for shape in shapes)
 
 
 # Case: BF16 to FP8 in both orientations with the largest absolute value, which moves four bytes an element.
@@ -202,23 +194,18 @@ def _bytes(shape: tuple[int, int], dtype: Any) -> Any:
 def _cast_fp8(shape: tuple[int, int], sets: int) -> Builders:
     import cupy as cp
 
-    dtype = np.dtype("float8_e4m3fn")
-    made = [(normal(shape, "bfloat16"), *(_bytes(each, dtype) for each in (shape, shape[::-1]))) for _ in range(sets)]
+    import lt_runtime as lt
 
-    def ours(*, transposes: bool = True) -> Contender:
-        import lt_runtime as lt
+    dtype, scale, amax = np.dtype("float8_e4m3fn"), cp.ones(1, cp.float32), cp.zeros(1, cp.float32)
+    made = [(*_normals(shape), *(_bytes(each, dtype) for each in (shape, shape[::-1]))) for _ in range(sets)]
 
-        scale, amax = cp.ones(1, cp.float32), cp.zeros(1, cp.float32)
+    def run(i: int, stream: int, *, transposes: bool = True) -> None:
+        x, out, transposed = made[i]
+        more = {"out_transposed": transposed} if transposes else {"need_transposed": False}
+        lt.cast_fp8(x, scale, out=out, amax=amax, **more, stream=stream)
 
-        def run(i: int, stream: int) -> None:
-            x, out, transposed = made[i]
-            more = {"out_transposed": transposed} if transposes else {"need_transposed": False}
-            lt.cast_fp8(x, scale, out=out, amax=amax, **more, stream=stream)
-
-        return Contender(run)
-
-    rows_alone = {"lt_without_transpose": partial(ours, transposes=False)}
-    return {"lt": ours, **_torch("cast_fp8", made), **rows_alone}
+    rows_alone = {"lt_without_transpose": partial(Contender, partial(run, transposes=False))}
+    return {"lt": partial(Contender, run), **_torch("cast_fp8", made), **rows_alone}
 
 
 # Case: GELU and the cast, in both orientations, which moves four bytes an element; or GELU's derivative, the bias
@@ -233,19 +220,11 @@ def epilogue_fp8(rows: int, cols: int, *, backward: bool = False) -> Case:
 
 
 def _epilogue_fp8(shape: tuple[int, int], backward: bool, sets: int) -> Builders:
-
     second = partial(normal, shape, "bfloat16") if backward else partial(_bytes, shape, np.dtype("float8_e4m3fn"))
     turned = np.dtype("float8_e5m2" if backward else "float8_e4m3fn")
-    made = [(normal(shape, "bfloat16"), second(), _bytes(shape[::-1], turned)) for _ in range(sets)]
-
-    def ours() -> Contender:
-        from benchmarks.internals import fp8_pass
-
-        addresses = [tuple(each.data.ptr for each in arrays) for arrays in made]
-        run = fp8_pass(shape, backward=backward)
-        return Contender(lambda i, stream: run(*addresses[i], stream))
-
-    return {"lt": ours}
+    made = [(*_normals(shape), second(), _bytes(shape[::-1], turned)) for _ in range(sets)]
+    ours = _private("fp8_pass", made, shape, backward=backward)
+    return {"lt": ours, **_torch("epilogue_fp8", made, backward=backward)}
 
 
 # Case: SwiGLU and the cast, which moves six bytes an element; or its gradients and the casts, which moves ten. Each
@@ -265,15 +244,8 @@ def _gated_fp8(shape: tuple[int, int], backward: bool, sets: int) -> Builders:
     (rows, cols), dtype = shape, np.dtype("float8_e5m2" if backward else "float8_e4m3fn")
     wide = rows, 2 * cols
     uncast = wide if backward else shape
-    inputs = [[normal(each, "bfloat16") for each in (wide, shape)[: 1 + backward]] for _ in range(sets)]
+    inputs = [_normals(*(wide, shape)[: 1 + backward]) for _ in range(sets)]
     made = [(*each, _bytes(uncast, dtype), _bytes(uncast[::-1], dtype)) for each in inputs]
-
-    def ours() -> Contender:
-        from benchmarks.internals import gated_fp8_pass
-
-        addresses = [tuple(each.data.ptr for each in arrays) for arrays in made]
-        run = gated_fp8_pass(shape, backward=backward)
-        return Contender(lambda i, stream: run(*addresses[i], stream))
 
     def with_a_cast() -> Contender:
         rounded, contexts = normal(uncast, "bfloat16"), [lt.gated_fwd(h)[1] for h, *_ in made]
@@ -288,7 +260,8 @@ def _gated_fp8(shape: tuple[int, int], backward: bool, sets: int) -> Builders:
 
         return Contender(run)
 
-    return {"lt": ours, "lt_with_a_cast": with_a_cast}
+    ours = _private("gated_fp8_pass", made, shape, backward=backward)
+    return {"lt": ours, "lt_with_a_cast": with_a_cast, **_torch("gated_fp8", inputs)}
 
 
 # Case: LayerNorm or RMSNorm in BF16. An element takes four bytes forward and six backward, with a residual eight.
@@ -310,46 +283,38 @@ def norm(kind: str, rows: int, cols: int, *, backward: bool = False, adds: bool 
 
 
 def _norm_vectors(kind: str, cols: int) -> tuple[Any, ...]:
-    return tuple(normal((cols,), "bfloat16") for _ in range(2 if kind == "layer_norm" else 1))
+    return _normals(*[(cols,)] * (2 if kind == "layer_norm" else 1))
 
 
 def _norm_forward(kind: str, shape: tuple[int, int], adds: bool, sets: int) -> Builders:
+    import lt_runtime as lt
+
     made, vectors = buffers.matrices(shape, "bfloat16", sets, 4 if adds else 2), _norm_vectors(kind, shape[1])
+    statistics = {name: normal(shape[:1], "float32") for name in ("out_mean", "out_rstd")[-len(vectors) :]}
 
-    def ours() -> Contender:
-        import lt_runtime as lt
-
-        statistics = {name: normal(shape[:1], "float32") for name in ("out_mean", "out_rstd")[-len(vectors) :]}
-
-        def run(i: int, stream: int) -> None:
-            x, y, *residual = made[i]
-            more = dict(zip(("add", "out_sum"), residual, strict=False))
-            getattr(lt, _NORMS[kind][0])(x, *vectors, out=y, **more, **statistics, stream=stream)
-
-        return Contender(run)
+    def run(i: int, stream: int) -> None:
+        x, y, *residual = made[i]
+        more = dict(zip(("add", "out_sum"), residual, strict=False))
+        getattr(lt, _NORMS[kind][0])(x, *vectors, out=y, **more, **statistics, stream=stream)
 
     inputs = [(x, *residual[:1]) for x, _, *residual in made]
-    return {"lt": ours, **_torch("norm_forward", inputs, vectors)}
+    return {"lt": partial(Contender, run), **_torch("norm_forward", inputs, vectors)}
 
 
 def _norm_backward(kind: str, shape: tuple[int, int], adds: bool, sets: int) -> Builders:
+    import lt_runtime as lt
+
     made, vectors = buffers.matrices(shape, "bfloat16", sets, 4 if adds else 3), _norm_vectors(kind, shape[1])
+    contexts = [getattr(lt, _NORMS[kind][0])(x, *vectors)[1] for x, *_ in made]
+    names, results = ("out_dweight", "out_dbias"), [normal(shape[1:], "bfloat16") for _ in vectors]
 
-    def ours() -> Contender:
-        import lt_runtime as lt
-
-        contexts = [getattr(lt, _NORMS[kind][0])(x, *vectors)[1] for x, *_ in made]
-        names, results = ("out_dweight", "out_dbias"), [normal(shape[1:], "bfloat16") for _ in vectors]
-
-        def run(i: int, stream: int) -> None:
-            _, dy, dx, *add = made[i]
-            more = dict(zip((*names[: len(results)], "add"), (*results, *add), strict=False))
-            getattr(lt, _NORMS[kind][1])(dy, contexts[i], out_dx=dx, **more, stream=stream)
-
-        return Contender(run)
+    def run(i: int, stream: int) -> None:
+        _, dy, dx, *add = made[i]
+        more = dict(zip((*names[: len(results)], "add"), (*results, *add), strict=False))
+        getattr(lt, _NORMS[kind][1])(dy, contexts[i], out_dx=dx, **more, stream=stream)
 
     inputs = [(x, dy, *add) for x, dy, _, *add in made]
-    return {"lt": ours, **_torch("norm_backward", inputs, vectors)}
+    return {"lt": partial(Contender, run), **_torch("norm_backward", inputs, vectors)}
 
 
 # Case: AdamW, which reads the gradient; reads and writes both moments and the FP32 parameter; and writes the BF16
@@ -413,7 +378,12 @@ def _adamw_fp8(shape: tuple[int, int], masters: bool, _: int) -> Builders:
         update = fp8_update(normal(shape, "bfloat16"), normal(shape, "bfloat16"), masters=masters, casts=casts)
         return Contender(lambda _, stream: update(stream))
 
-    return {"lt": ours, "lt_with_a_cast": partial(ours, casts=True)}
+    kept = "float32" if masters else "bfloat16"
+    theirs = {"torch": "adamw", TORCH_COMPILE: "flat_adamw"}
+    peers = {
+        name: peer("torch_kernels", each, (shape,), "bfloat16", kept=kept, casts=True) for name, each in theirs.items()
+    }
+    return {"lt": ours, "lt_with_a_cast": partial(ours, casts=True), **peers}
 
 
 # Case: a loss with its gradient: one read of every operand, and one write of the gradient.
@@ -483,8 +453,7 @@ def inference(rows: int, outputs: int, inputs: int) -> Case:
 
 def _inference(shape: tuple[int, int, int], sets: int) -> Builders:
     rows, outputs, inputs = shape
-    shapes = (rows, inputs), (outputs, inputs), (outputs,), (rows, outputs)
-    made = [tuple(normal(each, "bfloat16") for each in shapes) for _ in range(sets)]
+    made = [_normals((rows, inputs), (outputs, inputs), (outputs,), (rows, outputs)) for _ in range(sets)]
 
     def ours() -> Contender:
         import lt_runtime as lt

@@ -209,9 +209,9 @@ def _ours(setup: Setup) -> StepContender:
 def peers(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], StepContender]]]:
     """Functions that build the contenders of other libraries, by contender."""
     for name, mode in modes(options, compiled=True).items():
-        yield name, peer("torch_models", "contender", setup, mode)
+        yield name, peer("torch_steps", "contender", setup, "bf16", compiled=mode)
     if options.jax:
-        yield JAX, peer("jax_models", "contender", setup)
+        yield JAX, peer("jax", "step", setup)
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:

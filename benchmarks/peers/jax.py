@@ -14,7 +14,8 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 
-from benchmarks.peers.jax_layers import ACTIVATIONS, array, check_gpu, linear
+from benchmarks.peers.jax_layers import array, check_gpu
+from benchmarks.peers.jax_models import cost_of
 from benchmarks.steps import LEARNING_RATE, WEIGHT_DECAY, Setup, StepContender
 from benchmarks.timing import timed_by_host
 
@@ -23,13 +24,12 @@ _EPSILON: Final = 1e-8
 Cost = Callable[[list[jax.Array], jax.Array, jax.Array], jax.Array]
 
 
-def step(setup: Setup, of: Cost | None = None, *, called: bool = True) -> StepContender:
+def step(setup: Setup, *, called: bool = True) -> StepContender:
     """Steps whose parameters, moments and step number are donated; in BF16 parameters and moments are BF16.
 
     Each loop runs on one batch; called steps take the batches in turn.
 
     Args:
-        of: computes the loss from parameters, inputs and targets; if left out, the model is an MLP.
         called: whether a single step is compiled too, for calls and to learn the memory; the loop takes as long again.
     """
     check_gpu()
@@ -39,7 +39,7 @@ def step(setup: Setup, of: Cost | None = None, *, called: bool = True) -> StepCo
     moments = [(jnp.zeros_like(each), jnp.zeros_like(each)) for each in parameters]
     averages = [] if case.decay is None else [jnp.array(each, jnp.float32) for each in parameters]
     state = (parameters, moments, averages, jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
-    of = of or functools.partial(cost, activation=case.activation, loss=case.loss)
+    of = functools.partial(cost_of, case)
     train = functools.partial(trained, of=of, decay=case.decay or 0.0)
     held, source, memory = [state], itertools.cycle(batches), 0
     if called:
@@ -91,17 +91,6 @@ def trained(state: Any, x: jax.Array, target: jax.Array, *, of: Cost, decay: flo
     pairs = zip(averages, parameters[: len(averages)], strict=True)
     averages = [decay * average + (1 - decay) * each.astype(jnp.float32) for average, each in pairs]
     return parameters, [both for _, both in updated], averages, number, value
-
-
-def cost(parameters: list[jax.Array], x: jax.Array, target: jax.Array, activation: str, loss: str) -> jax.Array:
-    """The loss of the model's outputs."""
-    layers = list(zip(parameters[::2], parameters[1::2], strict=True))
-    for w, bias in layers[:-1]:
-        x = ACTIVATIONS[activation](linear(x, w, bias))
-    outputs = linear(x, *layers[-1]).astype(jnp.float32)
-    if loss == "cross_entropy":
-        return -jnp.take_along_axis(jax.nn.log_softmax(outputs), target[:, None], 1).mean()
-    return jnp.square(outputs - target.astype(jnp.float32)).mean()
 
 
 def _adamw(

@@ -1,32 +1,35 @@
-"""JAX's contender in the suite `models`."""
+"""JAX's models of the suites that measure training steps, and their losses."""
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Final
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.models import NORM_EPSILON, ModelCase
-from benchmarks.peers.jax import step
-from benchmarks.steps import Setup, StepContender
+from benchmarks.models import NORM_EPSILON, TAKEN
+from benchmarks.peers.jax_layers import ACTIVATIONS, linear
+from benchmarks.steps import StepCase
 
 
-def contender(setup: Setup) -> StepContender:
-    """Makes JAX's training step of the case's model, as `jax.step` does for MLPs."""
-    case = setup.case
-    assert isinstance(case, ModelCase)
-    return step(setup, partial(cost_of, case.form))
-
-
-def cost_of(form: str, parameters: list[jax.Array], x: jax.Array, target: jax.Array) -> jax.Array:
-    """Computes the loss of a model of the given form."""
-    outputs, target = _MODELS[form](parameters, x).astype(jnp.float32), target.astype(jnp.float32)
-    if form != "dqn":
+def cost_of(case: StepCase, parameters: list[jax.Array], x: jax.Array, target: jax.Array) -> jax.Array:
+    """Computes the loss of a case's model."""
+    made = _MODELS.get(getattr(case, "form", ""))
+    outputs = (made(parameters, x) if made else _mlp(parameters, x, case.activation)).astype(jnp.float32)
+    if case.loss == "cross_entropy":
+        return -jnp.take_along_axis(jax.nn.log_softmax(outputs), target[:, None], 1).mean()
+    target = target.astype(jnp.float32)
+    if case.loss != TAKEN:
         return jnp.square(outputs - target).mean()
     actions = outputs.shape[1]
     return jnp.square(target[:, :actions] * (outputs - target[:, actions:])).sum() / len(outputs)
+
+
+def _mlp(parameters: list[jax.Array], x: jax.Array, activation: str) -> jax.Array:
+    *hidden, last = zip(parameters[::2], parameters[1::2], strict=True)
+    for w, bias in hidden:
+        x = ACTIVATIONS[activation](linear(x, w, bias))
+    return linear(x, *last)
 
 
 def _stack(parameters: list[jax.Array], x: jax.Array) -> jax.Array:
@@ -67,16 +70,11 @@ def _mixture(parameters: list[jax.Array], x: jax.Array) -> jax.Array:
     return p[..., :1] * outputs[0] + p[..., 1:] * outputs[1]
 
 
-def _dqn(parameters: list[jax.Array], x: jax.Array) -> jax.Array:
-    w1, b1, w2, b2, w3, b3 = parameters
-    return jax.nn.relu(jax.nn.relu(x @ w1.T + b1) @ w2.T + b2) @ w3.T + b3
-
-
 _MODELS: Final = {
     "stack": _stack,
     "feed_forward": _feed_forward,
     "towers": _towers,
     "autoencoder": _autoencoder,
     "mixture": _mixture,
-    "dqn": _dqn,
 }
+"""The models that are no plain MLPs, by their form."""

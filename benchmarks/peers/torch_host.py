@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch.nn import functional
 from benchmarks.host import Layer
 from benchmarks.peers import torch_kernels
 from benchmarks.peers.torch_kernels import Shapes, tensor
+from benchmarks.peers.torch_networks import layers
 from benchmarks.timing import Call
 
 
@@ -73,7 +73,7 @@ def train_step(dims: tuple[int, ...], x: Any, targets: Any) -> Call:
     """Copies the batch into the graph's buffers, and replays the graph of a whole training step."""
     inputs, wanted = tensor(x), tensor(targets)
     static_inputs, static_wanted = inputs.clone(), wanted.clone()
-    model = _model(dims)
+    model = layers(dims, "relu", device="cuda", dtype=torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True, capturable=True)
 
     def step() -> None:
@@ -90,13 +90,6 @@ def train_step(dims: tuple[int, ...], x: Any, targets: Any) -> Call:
         graph.replay()
 
     return call
-
-
-def _model(dims: tuple[int, ...]) -> torch.nn.Module:
-    layers: list[torch.nn.Module] = []
-    for inputs, outputs in itertools.pairwise(dims):
-        layers += [torch.nn.Linear(inputs, outputs), torch.nn.ReLU()]
-    return torch.nn.Sequential(*layers[:-1]).to("cuda", torch.bfloat16)
 
 
 def _captured(step: Call) -> torch.cuda.CUDAGraph:

@@ -66,6 +66,11 @@ def _inputs(buffers: Sets, count: int) -> list[tuple[torch.Tensor, ...]]:
     return [tuple(tensor(array) for array in arrays[:count]) for arrays in buffers]
 
 
+def _scalar(value: float) -> torch.Tensor:
+    """A number in the GPU's memory."""
+    return torch.full((), value, device="cuda")
+
+
 def gelu_backward(buffers: Sets) -> Contender:
     """PyTorch's kernels for dz alone, without the bias gradient."""
     return _over(_inputs(buffers, 2), lambda dy, z: _aten.gelu_backward(dy, z, approximate="tanh"))
@@ -97,13 +102,21 @@ def epilogue_forward(buffers: Sets, dropout: float, *, compiled: bool = False) -
     return _over(_inputs(buffers, 1), _compiled(task, wanted=compiled))
 
 
+def _swiglu(h: torch.Tensor) -> torch.Tensor:
+    gate, value = h.chunk(2, -1)
+    return torch.nn.functional.silu(gate) * value
+
+
+def _swiglu_gradient(h: torch.Tensor, dy: torch.Tensor) -> torch.Tensor:
+    gate, value = h.chunk(2, -1)
+    return torch.cat([_aten.silu_backward(dy * value, gate), dy * torch.nn.functional.silu(gate)], -1)
+
+
 def gated_forward(buffers: Sets, dropout: float, *, compiled: bool = False) -> Contender:
     """SwiGLU, and PyTorch's dropout, which stores its mask."""
 
     def task(h: torch.Tensor) -> object:
-        gate, value = h.chunk(2, -1)
-        y = torch.nn.functional.silu(gate) * value
-        return torch.native_dropout(y, dropout, True) if dropout else y
+        return torch.native_dropout(_swiglu(h), dropout, True) if dropout else _swiglu(h)
 
     return _over(_inputs(buffers, 1), _compiled(task, wanted=compiled))
 
@@ -111,29 +124,51 @@ def gated_forward(buffers: Sets, dropout: float, *, compiled: bool = False) -> C
 def gated_backward(buffers: Sets, dropout: float, *, compiled: bool = False) -> Contender:
     """The gradient of SwiGLU and dropout, in one array."""
 
-    def task(h: torch.Tensor, dy: torch.Tensor) -> object:
-        gate, value = h.chunk(2, -1)
-        return torch.cat([_aten.silu_backward(dy * value, gate), dy * torch.nn.functional.silu(gate)], -1)
-
     def task_with_dropout(h: torch.Tensor, dy: torch.Tensor, mask: torch.Tensor) -> object:
-        return task(h, _aten.native_dropout_backward(dy, mask, 1 / (1 - dropout)))
+        return _swiglu_gradient(h, _aten.native_dropout_backward(dy, mask, 1 / (1 - dropout)))
 
     inputs = _inputs(buffers, 2)
     if not dropout:
-        return _over(inputs, _compiled(task, wanted=compiled))
+        return _over(inputs, _compiled(_swiglu_gradient, wanted=compiled))
     masked = [(h, dy, torch.rand_like(dy) >= dropout) for h, dy in inputs]
     return _over(masked, _compiled(task_with_dropout, wanted=compiled))
 
 
+def _in_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
+    """x · scale in FP8, saturated, row by row and transposed, and the largest absolute value of x."""
+    most = torch.finfo(dtype).max
+    cast = (x.float() * scale).clamp(-most, most).to(dtype)
+    return cast, cast.t().contiguous(), x.abs().amax()
+
+
 def cast_fp8(buffers: Sets, *, compiled: bool = False) -> Contender:
-    """x in E4M3, saturated, row by row and transposed, and its largest absolute value."""
+    """x in E4M3, row by row and transposed."""
+    scale = _scalar(1.0)
+    return _over([(x, scale) for (x,) in _inputs(buffers, 1)], _compiled(_in_fp8, wanted=compiled))
 
-    def task(x: torch.Tensor, scale: torch.Tensor) -> object:
-        cast = (x.float() * scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-        return cast, cast.t().contiguous(), x.abs().amax()
 
-    scale = torch.ones((), device="cuda")
-    return _over([(x, scale) for (x,) in _inputs(buffers, 1)], _compiled(task, wanted=compiled))
+def epilogue_fp8(buffers: Sets, *, backward: bool, compiled: bool = False) -> Contender:
+    """GELU in E4M3, in both orientations; backward, its derivative in E5M2, only transposed, and the bias gradient."""
+    scale = _scalar(1.0)
+
+    def forward(z: torch.Tensor) -> object:
+        return _in_fp8(torch.nn.functional.gelu(z, approximate="tanh"), scale)
+
+    def gradient(z: torch.Tensor, dy: torch.Tensor) -> object:
+        dz = _aten.gelu_backward(dy, z, approximate="tanh")
+        return _in_fp8(dz, scale, torch.float8_e5m2)[1:], dz.sum(0)
+
+    return _over(_inputs(buffers, 1 + backward), _compiled(gradient if backward else forward, wanted=compiled))
+
+
+def gated_fp8(buffers: Sets, *, compiled: bool = False) -> Contender:
+    """SwiGLU of h in E4M3; or, of h and dy, its gradient in E5M2. Both results are in both orientations."""
+    scale = _scalar(1.0)
+
+    def task(h: torch.Tensor, *dy: torch.Tensor) -> object:
+        return _in_fp8(_swiglu_gradient(h, *dy), scale, torch.float8_e5m2) if dy else _in_fp8(_swiglu(h), scale)
+
+    return _over(_inputs(buffers, 2), _compiled(task, wanted=compiled))
 
 
 def norm_forward(buffers: Sets, vectors: tuple[Any, ...], *, compiled: bool = False) -> Contender:
@@ -188,43 +223,60 @@ def dropout(buffers: Sets, p: float, *, compiled: bool = False) -> Contender:
     return _over(_inputs(buffers, 2), _compiled(task, wanted=compiled))
 
 
-def _parameters(shapes: Shapes) -> list[torch.nn.Parameter]:
-    made = [torch.nn.Parameter(tensor(normal(shape, "float32"))) for shape in shapes]
+def _parameters(shapes: Shapes, dtype: str) -> list[torch.nn.Parameter]:
+    made = [torch.nn.Parameter(tensor(normal(shape, dtype))) for shape in shapes]
     for parameter in made:
-        parameter.grad = tensor(normal(tuple(parameter.shape), "float32"))
+        parameter.grad = tensor(normal(tuple(parameter.shape), dtype))
     return made
 
 
-def adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Contender:
-    """PyTorch's fused AdamW on FP32 parameters.
+def adamw(
+    shapes: Shapes,
+    dtype: str = "float32",
+    max_norm: float | None = None,
+    *,
+    kept: str = "float32",
+    casts: bool = False,
+) -> Contender:
+    """PyTorch's fused AdamW on parameters of the type `kept`.
 
-    For BF16 parameters the contender does what a script does around the optimizer: it converts gradients to FP32, clips
-    the gradients, updates the parameters, and converts the parameters back to BF16.
+    For BF16 parameters with FP32 masters the contender does what a script does around the optimizer: it converts
+    gradients to FP32, clips the gradients, updates the masters, and converts them to BF16. With `casts`, E4M3 follows.
     """
-    parameters = _parameters(shapes)
+    parameters = _parameters(shapes, kept)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True, capturable=True)
-    if dtype == "float32":
-        return Contender(lambda *_: optimizer.step(), capture)
-    copies = [tensor(normal(shape, dtype)) for shape in shapes]
-    gradients = [tensor(normal(shape, dtype)) for shape in shapes]
+    has_masters, scale = dtype != kept, _scalar(1.0)
+    copies = [tensor(normal(shape, dtype)) for shape in shapes] if has_masters else parameters
+    gradients = [tensor(normal(shape, dtype)) for shape in shapes] if has_masters else []
 
-    def run(*_: int) -> None:
-        torch._foreach_copy_([parameter.grad for parameter in parameters], gradients)
+    @torch.no_grad()
+    def run(*_: int) -> object:
+        if has_masters:
+            torch._foreach_copy_([parameter.grad for parameter in parameters], gradients)
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
         optimizer.step()
-        with torch.no_grad():
+        if has_masters:
             torch._foreach_copy_(copies, parameters)
+        return [_in_fp8(each, scale) for each in copies] if casts else None
 
     return Contender(run, capture)
 
 
-def flat_adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Contender:
-    """AdamW by torch.compile over one flat tensor; BF16 parameters have FP32 masters, and gradients may be clipped."""
-    size, is_fp32 = sum(map(math.prod, shapes)), dtype == "float32"
-    value, gradient = tensor(normal((size,), "float32")), tensor(normal((size,), dtype))
-    mean, square, number = torch.zeros_like(value), torch.zeros_like(value), torch.zeros((), device="cuda")
-    copies = () if is_fp32 else (value.to(torch.bfloat16),)
+def flat_adamw(
+    shapes: Shapes,
+    dtype: str = "float32",
+    max_norm: float | None = None,
+    *,
+    kept: str = "float32",
+    casts: bool = False,
+) -> Contender:
+    """AdamW by torch.compile over one flat tensor, with the arguments of `adamw`; `casts` needs a single shape."""
+    size = sum(map(math.prod, shapes))
+    value, gradient = tensor(normal((size,), kept)), tensor(normal((size,), dtype))
+    mean, square = torch.zeros_like(value), torch.zeros_like(value)
+    number, scale = _scalar(0.0), _scalar(1.0)
+    copies = () if dtype == kept else (value.to(torch.bfloat16),)
     rate, decay, (first, second) = 1e-5, 0.01, (0.9, 0.999)
 
     def update(
@@ -234,7 +286,7 @@ def flat_adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = 
         square: torch.Tensor,
         number: torch.Tensor,
         *copies: torch.Tensor,
-    ) -> None:
+    ) -> object:
         slope = gradient.float()
         if max_norm is not None:
             slope = slope * (max_norm / (torch.linalg.vector_norm(slope) + 1e-6)).clamp(max=1.0)
@@ -245,6 +297,7 @@ def flat_adamw(shapes: Shapes, dtype: str = "float32", max_norm: float | None = 
         value.mul_(1 - rate * decay).sub_(rate * (mean / (1 - first**number)) / size)
         for copy in copies:
             copy.copy_(value)
+        return _in_fp8((copies or (value,))[0].view(shapes[0]), scale) if casts else None
 
     return _over([(value, gradient, mean, square, number, *copies)], _compiled(update))
 

@@ -1,16 +1,17 @@
-"""PyTorch's models of the suite `models`, and the losses of all training steps; without a GPU library."""
+"""PyTorch's models of the suites that measure training steps, and their losses; without a GPU library."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch.nn import functional
 
 from benchmarks.models import NORM_EPSILON, TAKEN, ModelCase
-from benchmarks.steps import LEARNING_RATE, WEIGHT_DECAY
+from benchmarks.steps import LEARNING_RATE, WEIGHT_DECAY, StepCase
 
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -28,10 +29,28 @@ LOSSES: Final[dict[str, Loss]] = {
 }
 
 
-def network(case: ModelCase, **place: Any) -> torch.nn.Module:
+ACTIVATIONS: Final[dict[str, Callable[[], torch.nn.Module]]] = {
+    "relu": torch.nn.ReLU,
+    "tanh": torch.nn.Tanh,
+    "silu": torch.nn.SiLU,
+    "gelu": partial(torch.nn.GELU, approximate="tanh"),
+}
+
+
+def network(case: StepCase, **place: Any) -> torch.nn.Module:
     """PyTorch's model of a case, with its parameters in lt_runtime's order; `place` has device and type."""
+    if not isinstance(case, ModelCase):
+        return layers(case.dims, case.activation, **place)
     makers = {"stack": _stack, "feed_forward": _feed_forward, "towers": _Towers, "autoencoder": _TiedAutoencoder}
-    return (makers | {"mixture": _Mixture, "dqn": _mlp})[case.form](case, **place)
+    return (makers | {"mixture": _Mixture, "dqn": _dqn})[case.form](case, **place)
+
+
+def layers(sizes: Sequence[int], activation: str, **place: Any) -> torch.nn.Sequential:
+    """Linear layers with activations between them."""
+    made: list[torch.nn.Module] = []
+    for inputs, outputs in itertools.pairwise(sizes):
+        made += [torch.nn.Linear(inputs, outputs, **place), ACTIVATIONS[activation]()]
+    return torch.nn.Sequential(*made[:-1])
 
 
 def train(
@@ -104,7 +123,9 @@ class _Towers(torch.nn.Module):
     def __init__(self, case: ModelCase, **place: Any) -> None:
         super().__init__()
         sizes = case.dims[0], case.hidden, case.hidden
-        self.towers = torch.nn.ModuleList(_layers(sizes, _gelu, **place).append(_gelu()) for _ in range(2))
+        self.towers = torch.nn.ModuleList(
+            layers(sizes, "gelu", **place).append(ACTIVATIONS["gelu"]()) for _ in range(2)
+        )
         self.head = torch.nn.Linear(2 * case.hidden, case.dims[-1], **place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +139,7 @@ class _Mixture(torch.nn.Module):
         super().__init__()
         (inputs, outputs), hidden = case.dims, case.hidden
         self.gate = torch.nn.Linear(inputs, 2, **place)
-        self.experts = torch.nn.ModuleList(_layers((inputs, hidden, outputs), _gelu, **place) for _ in range(2))
+        self.experts = torch.nn.ModuleList(layers((inputs, hidden, outputs), "gelu", **place) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         p = torch.softmax(self.gate(x), -1)
@@ -126,18 +147,5 @@ class _Mixture(torch.nn.Module):
         return p[..., :1] * first + p[..., 1:] * second
 
 
-def _mlp(case: ModelCase, **place: Any) -> torch.nn.Module:
-    activation = {"relu": torch.nn.ReLU, "tanh": torch.nn.Tanh}[case.activation]
-    return _layers((case.dims[0], case.hidden, case.hidden, case.dims[1]), activation, **place)
-
-
-def _gelu() -> torch.nn.Module:
-    return torch.nn.GELU(approximate="tanh")
-
-
-def _layers(sizes: Sequence[int], activation: Callable[[], torch.nn.Module], **place: Any) -> torch.nn.Sequential:
-    """Linear layers with activations between them."""
-    made: list[torch.nn.Module] = []
-    for inputs, outputs in itertools.pairwise(sizes):
-        made += [torch.nn.Linear(inputs, outputs, **place), activation()]
-    return torch.nn.Sequential(*made[:-1])
+def _dqn(case: ModelCase, **place: Any) -> torch.nn.Module:
+    return layers((case.dims[0], case.hidden, case.hidden, case.dims[1]), case.activation, **place)

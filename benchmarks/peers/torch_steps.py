@@ -1,4 +1,4 @@
-"""PyTorch's contenders in the suites `steps`, `narrow` and `models`."""
+"""PyTorch's and torchao's contenders in the suites that measure training steps."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.peers import torch_layers  # noqa: F401  It also allows TF32 products.
 from benchmarks.peers.torch_kernels import tensor
-from benchmarks.peers.torch_networks import LOSSES
-from benchmarks.steps import LEARNING_RATE, WEIGHT_DECAY, Setup, StepCase, StepContender
+from benchmarks.peers.torch_networks import LOSSES, network
+from benchmarks.steps import LEARNING_RATE, WEIGHT_DECAY, Setup, StepContender
 
 _WARM_UP: Final = 3  # steps that run before the capture, as PyTorch's documentation asks
 
@@ -20,25 +20,21 @@ Cost = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def contender(
-    setup: Setup,
-    way: str | None,
-    *,
-    compiled: str | None = None,
-    make: Callable[[Setup, torch.dtype], torch.nn.Module] | None = None,
+    setup: Setup, way: str | None, *, compiled: str | None = None, recipe: str | None = None
 ) -> StepContender:
     """A whole step in a graph: forward and loss, gradients by autograd, and the fused optimizer.
 
     Args:
         way: see `StepCase.ways`.
         compiled: the mode in which torch.compile makes forward, loss and their gradients; None to run them eagerly.
-        make: makes the network with the initial values of our model; if left out, the network is an MLP.
+        recipe: the recipe of torchao's by which linear layers compute in FP8; None for PyTorch's own layers.
     """
     outside = torch.cuda.ExternalStream(setup.stream.ptr)
     with torch.cuda.stream(outside):
         # A product makes cuBLAS allocate the stream's workspace before the capture.
         torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
         before = torch.cuda.memory_allocated()
-        made = _Step(setup, way, compiled, make or network_of)
+        made = _Step(setup, way, compiled, recipe)
         made.warm_up()
     torch.cuda.reset_peak_memory_stats()
     made.capture(outside)
@@ -48,21 +44,15 @@ def contender(
 class _Step:
     """A training step of PyTorch's, with its parameters, its optimizer, and buffers for a batch."""
 
-    def __init__(
-        self,
-        setup: Setup,
-        way: str | None,
-        compiled: str | None,
-        make: Callable[[Setup, torch.dtype], torch.nn.Module],
-    ) -> None:
+    def __init__(self, setup: Setup, way: str | None, compiled: str | None, recipe: str | None) -> None:
         self._given = itertools.cycle([(tensor(x), tensor(target)) for x, target in setup.batches])
         self._buffers = tuple(tensor(each).clone() for each in (setup.x, setup.target))
-        network = make(setup, torch.bfloat16 if way == "bf16" else torch.float32)
+        made = _network(setup, torch.bfloat16 if way == "bf16" else torch.float32, recipe)
         self._optimizer = torch.optim.AdamW(
-            network.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True, capturable=True
+            made.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True, capturable=True
         )
-        self._cost = _cost(network, setup.case.loss, autocast=way == "autocast")
-        self._parameters, self._decay, self._average = [*network.parameters()], setup.case.decay, _average
+        self._cost = _cost(made, setup.case.loss, autocast=way == "autocast")
+        self._parameters, self._decay, self._average = [*made.parameters()], setup.case.decay, _average
         self._averages = [] if self._decay is None else [_copy(each) for each in self._parameters]
         if compiled is not None:
             torch._dynamo.reset()
@@ -116,20 +106,17 @@ class _Step:
         return StepContender(replays, calls, self._first_loss, memory)
 
 
-def network_of(setup: Setup, dtype: torch.dtype) -> torch.nn.Module:
-    """Linear layers with activations between them, and the initial values of our model."""
-    case, layers = setup.case, list[torch.nn.Module]()
-    for inputs, outputs in itertools.pairwise(case.dims):
-        layers += [torch.nn.Linear(inputs, outputs, device="cuda", dtype=dtype), _activation(case)]
-    return with_values(torch.nn.Sequential(*layers[:-1]), setup)
-
-
-def with_values(network: torch.nn.Module, setup: Setup) -> torch.nn.Module:
-    """The network, whose parameters have been given the initial values of our model, in the same order."""
+def _network(setup: Setup, dtype: torch.dtype, recipe: str | None) -> torch.nn.Module:
+    """The model of the case, with the initial values of ours; with a recipe, its linear layers compute in FP8."""
+    made = network(setup.case, device="cuda", dtype=dtype)
     with torch.no_grad():
-        for parameter, values in zip(network.parameters(), setup.values, strict=True):
+        for parameter, values in zip(made.parameters(), setup.values, strict=True):
             parameter.copy_(tensor(values))
-    return network
+    if recipe is None:
+        return made
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    return convert_to_float8_training(made, config=Float8LinearConfig.from_recipe_name(recipe))
 
 
 def _copy(parameter: torch.Tensor) -> torch.Tensor:
@@ -141,12 +128,6 @@ def _average(averages: list[torch.Tensor], parameters: list[torch.Tensor], decay
     """Updates FP32 moving averages of the parameters."""
     for average, parameter in zip(averages, parameters, strict=True):
         average.mul_(decay).add_(parameter, alpha=1 - decay)
-
-
-def _activation(case: StepCase) -> torch.nn.Module:
-    if case.activation == "silu":
-        return torch.nn.SiLU()
-    return torch.nn.ReLU() if case.activation == "relu" else torch.nn.GELU(approximate="tanh")
 
 
 def _cost(network: torch.nn.Module, loss: str, *, autocast: bool) -> Cost:

@@ -40,6 +40,9 @@ KERNELS: list[Case] = [
     kernels.gated(64, 48, 0.1, backward=True),
     *(kernels.norm("layer_norm", 64, 48, backward=backward) for backward in (False, True)),
     *(kernels.norm("rms_norm", 64, 48, backward=backward, adds=True) for backward in (False, True)),
+    kernels.cast_fp8(64, 128),
+    *(make(64, 128, backward=each) for make in (kernels.epilogue_fp8, kernels.gated_fp8) for each in (False, True)),
+    *(kernels.adamw_fp8(64, 128, masters=masters) for masters in (False, True)),
     kernels.dropout("float32", 64, 48),
     kernels.dropout("bfloat16", 64, 48),
     kernels.adamw_step("small", SHAPES, "float32"),
@@ -214,7 +217,7 @@ def test_pytorch_s_kernels_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(to_host(ours), theirs.detach().float().cpu().numpy(), rtol=0.05, atol=1e-3)
 
     handle, made = cp.cuda.get_current_stream().ptr, buffers.matrices((64, 48), "bfloat16", 1, 3)
-    kernels.epilogue_backward_pass(made).run(0, handle)
+    kernels.epilogue_backward_pass(made)().run(0, handle)
     close(made[0][2], torch_kernels.epilogue_backward(made).run(0, handle)[0])
 
     logits, targets = buffers.matrices((32, 50), "bfloat16", 1, 2), buffers.labels(32, 50)
