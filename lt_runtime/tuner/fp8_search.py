@@ -5,7 +5,6 @@ The cast of a weight that an optimizer's update writes in FP8 is left out.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,22 +16,19 @@ from lt_runtime.fp8 import Fp8ChainProblem, Fp8Problem, Precision, Prologue
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.fp8 import ScalesPass
 from lt_runtime.layout import packed
-from lt_runtime.plans.cache import IN_FP8, make_layer_plan
+from lt_runtime.plans.cache import IN_FP8
 from lt_runtime.plans.fp8 import Fp8BackwardPlan, Fp8ForwardPlan
 from lt_runtime.plans.fp8_rule import expected_slower_in_fp8
 from lt_runtime.problem import Activation, DType, Saved, Spec
 from lt_runtime.products.plan import PassPlan, Plan
 from lt_runtime.reference.fp8 import SLOT_WIDTH, fp8_slots
-from lt_runtime.store.entries import Alternative, LayerEntry, RejectedStrategy
 from lt_runtime.tuner.chain import LayerChain
-from lt_runtime.tuner.chain_operands import ChainOperands, OperandSets, Placed, disagreement, tensors_of
+from lt_runtime.tuner.chain_operands import OperandSets, tensors_of
 from lt_runtime.tuner.operands import NORMAL, Buffer, Memory
-from lt_runtime.tuner.report import Decided, Tuned, choice_in_words, rejection_in_words
-from lt_runtime.tuner.roofline import floor_us
-from lt_runtime.tuner.timing import Bench, Timing, race
+from lt_runtime.tuner.report import Decided
+from lt_runtime.tuner.timing import Bench
+from lt_runtime.tuner.two_ways import EndOperands, TwoWays, as_planned
 
-_ROUNDS = 9
-_BUDGET_S = 0.4
 _LEAST_GAIN = 0.02
 """Fraction of the time that FP8 must save, because a step also runs what is not measured."""
 _LAYERS = 2
@@ -84,22 +80,15 @@ def _defers(problem: Fp8ChainProblem, i: int) -> bool:
     return not (is_last or problem.recipe.by_rows) and problem.dtype is DType.BFLOAT16
 
 
-class _Fp8Operands(ChainOperands):
+class _Fp8Operands(EndOperands):
     """The operands of layers in their own type and in FP8, which share inputs and results.
 
-    The results that are compared are the outputs, and the gradients of inputs and parameters: those between the layers
-    differ, because a layer in FP8 may leave its activation to the next one.
+    Tensors between the layers differ, because a layer in FP8 may leave its activation to the next one.
     """
 
     def __init__(self, memory: Memory, chain: LayerChain, problem: Fp8ChainProblem) -> None:
         super().__init__(memory, chain)
         last = len(problem.activations) - 1
-        compared = ("output", last), ("gradient", -1)
-        self._results = {
-            name: each
-            for name, each in self._results.items()
-            if (each.role, each.layer) in compared or each.role in ("weight gradient", "bias gradient")
-        }
         outputs = {tensor.layer: buffer for tensor, buffer in self.buffers.items() if tensor.role == "output"}
         self._added = []
         for i in range(last + 1):
@@ -145,66 +134,23 @@ def _buffers_of(memory: Memory, layer: Fp8ChainProblem) -> dict[str, Buffer]:
 
 
 def decide_fp8(bench: Bench, problem: Fp8ChainProblem) -> Decided:
-    """Measures whether layers are faster in FP8; returns the result and the entry for the plan cache.
+    """Measures whether layers are clearly faster in FP8; returns the result and the entry for the plan cache.
 
-    The plans of the layers' products must have been chosen before.
+    The plans of the layers' products must have been chosen before. The results that are verified are those of plans
+    that cast all weights; the tolerance allows for FP8's rounding.
 
     Raises:
         PlanError: cuBLASLt has no algorithm for the layers in their own type.
         MemoryError: the GPU has not enough memory for the operands.
     """
-    search = _Precisions(bench, problem)
-    is_fp8, timings = race(search, _LEAST_GAIN)
-    slower = tuple(
-        Alternative({IN_FP8: name}, timings[name].median_us) for name in search.names() if name is not is_fp8
-    )
-    entry = LayerEntry({IN_FP8: is_fp8}, timings[is_fp8].median_us, slower, tuple(search.rejected))
-    before = timings.get(expected_slower_in_fp8(problem, bench.device) is None, timings[is_fp8])
-    reasons = tuple(map(rejection_in_words, search.rejected))
-    words = choice_in_words(entry)
-    return Tuned((problem,), before.median_us, entry.us, words, search.operands.measured, reasons), {problem: entry}
-
-
-class _Precisions:
-    """Two contenders: False are the layers in their own type, which stay unless FP8 is clearly faster; True is FP8.
-
-    Attributes:
-        rejected: FP8 with the reason for rejection, if cuBLASLt refuses a product or the results are wrong. The results
-            are those of plans that cast all weights.
-    """
-
-    def __init__(self, bench: Bench, problem: Fp8ChainProblem) -> None:
-        chain, device = LayerChain.of_fp8(problem), bench.device
-        plans = {index: make_layer_plan(each, device) for index, each in chain.forwards.items()}
-        chain = chain.keeping({index: plan.strategy.saved for index, plan in plans.items()})
-        self._plans: dict[bool, Placed] = {False: [(at, make_layer_plan(each, device)) for at, each in chain.runs]}
-        self.rejected: list[RejectedStrategy] = []
-        try:
-            self._plans[True] = fp8_plans(problem, device)
-            self._casting = fp8_plans(replace(problem, written=()), device)
-        except GpuError as error:
-            self.rejected.append(RejectedStrategy({IN_FP8: True}, f"refused: {error}"))
-        self._problem, self._least_us = problem, floor_us([problem], device)
-        self.operands = OperandSets(bench, chain, partial(_Fp8Operands, problem=problem))
-
-    def names(self) -> list[bool]:
-        """See `Contenders`."""
-        return [*self._plans]
-
-    def take_times(self, names: Collection[bool]) -> dict[bool, Timing]:
-        """See `Contenders`."""
-        plans = {name: self._plans[name] for name in names}
-        return self.operands.take_times(plans, _BUDGET_S, _ROUNDS, in_a_loop=True, least_us=self._least_us)
-
-    def reject_wrong(self, names: Collection[bool]) -> list[bool]:
-        """Compares results in FP8 with those in the layers' own type; allows for FP8's rounding. See `Contenders`."""
-        if True not in names:
-            return []
-        expected = self.operands.results(self._plans[False])
-        tolerance = self._problem.recipe.dtypes[2], min(len(self._problem.activations), _LAYERS)
-        wrong = disagreement(self.operands.results(self._casting), expected, *tolerance)
-        if wrong is None:
-            return []
-        del self._plans[True]
-        self.rejected.append(RejectedStrategy({IN_FP8: True}, f"wrong: {wrong[1]}"))
-        return [True]
+    device, casting = bench.device, list[tuple[int, Plan]]()
+    chain, layers = as_planned(LayerChain.of_fp8(problem), device)
+    operands = OperandSets(bench, chain, partial(_Fp8Operands, problem=problem))
+    tolerance = problem.recipe.dtypes[2], min(len(problem.activations), _LAYERS)
+    ways = TwoWays(bench, problem, IN_FP8, {False: layers}, operands, casting, tolerance)
+    try:
+        ways.plans[True] = fp8_plans(problem, device)
+        casting += fp8_plans(replace(problem, written=()), device)
+    except GpuError as error:
+        ways.reject(f"refused: {error}")
+    return ways.decide(untuned=expected_slower_in_fp8(problem, device) is None, least_gain=_LEAST_GAIN)

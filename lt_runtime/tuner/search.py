@@ -5,32 +5,27 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from lt_runtime.errors import GpuError, PlanError
 from lt_runtime.fp8 import Fp8ChainProblem
 from lt_runtime.gpu.devices import activated
-from lt_runtime.plans.cache import FUSED_MLP, LayerProblem, forget, known_layer, make_layer_plan
-from lt_runtime.plans.mlp import mlp_plans
+from lt_runtime.plans.cache import LayerProblem, forget, known_layer
 from lt_runtime.problem import MatmulProblem, MLPProblem
 from lt_runtime.products.product import library_may_fuse, plain_product
-from lt_runtime.store.entries import Alternative, LayerEntry, ProductEntry, RejectedStrategy
+from lt_runtime.store.entries import ProductEntry
 from lt_runtime.store.keys import Remembered, problem_key
 from lt_runtime.store.plan_store import plan_store
 from lt_runtime.tuner.chain import LayerChain, Part, Tunable, as_decided, saved_as
-from lt_runtime.tuner.chain_operands import OperandSets, Placed, disagreement
 from lt_runtime.tuner.fp8_search import decide_fp8, fp8_plans
 from lt_runtime.tuner.layer_search import decide_part
 from lt_runtime.tuner.product_search import find_algorithm
-from lt_runtime.tuner.report import Decided, Progress, Tuned, choice_in_words, describe, rejection_in_words
-from lt_runtime.tuner.roofline import floor_us
-from lt_runtime.tuner.timing import Bench, Timing, clear_bench, race, workbench
-
-_MLP_ROUNDS: Final = 9
-_MLP_BUDGET_S: Final = 0.4
+from lt_runtime.tuner.report import Decided, Progress, Tuned, choice_in_words, describe
+from lt_runtime.tuner.timing import Bench, clear_bench, workbench
+from lt_runtime.tuner.two_ways import decide_mlp
 
 
 def tune_chains(chains: Iterable[Tunable], device: int, *, progress: Progress | None = None) -> Iterator[Tuned]:
@@ -183,69 +178,3 @@ def _tuned(problem: MatmulProblem, entry: ProductEntry) -> Tuned:
     words = f"{problem.epilogue.value} by {choice_in_words(entry)}"
     reasons = tuple(each.reason for each in entry.rejected)
     return Tuned((problem,), entry.first_us, entry.us, words, entry.candidates, reasons)
-
-
-def decide_mlp(bench: Bench, chain: LayerChain, problem: MLPProblem) -> Decided:
-    """Measures whether a narrow MLP runs faster fused or layer by layer; returns the report and its plan-cache entry.
-
-    Args:
-        chain: the MLP's layers, which have been decided.
-        problem: an MLP that the fused kernels support.
-
-    Raises:
-        PlanError: cuBLASLt has no algorithm for one of the layers.
-        MemoryError: the GPU has not enough memory for all operands of the chain.
-    """
-    search = _Passes(bench, chain, problem)
-    is_fused, timings = race(search)
-    measured = [name for name in search.names() if name is not is_fused and name in timings]
-    slower = tuple(Alternative({FUSED_MLP: name}, timings[name].median_us) for name in measured)
-    before, after = (timings[name].median_us for name in (True, is_fused))
-    entry = LayerEntry({FUSED_MLP: is_fused}, after, slower, tuple(search.rejected))
-    reasons = tuple(map(rejection_in_words, search.rejected))
-    tuned = Tuned((problem,), before, after, choice_in_words(entry), search.operands.measured, reasons)
-    return tuned, {problem: entry}
-
-
-class _Passes:
-    """The two contenders: True, the untuned choice, runs the MLP by fused kernels; False runs it layer by layer.
-
-    Attributes:
-        rejected: the fused strategy with a reason, if its results are wrong.
-    """
-
-    def __init__(self, bench: Bench, chain: LayerChain, problem: MLPProblem) -> None:
-        forwards = {index: make_layer_plan(each, bench.device) for index, each in chain.forwards.items()}
-        chain = chain.keeping({index: plan.strategy.saved for index, plan in forwards.items()})
-        fused = [(0, plan) for plan in mlp_plans(problem, bench.device)]
-        layers = [(index, make_layer_plan(each, bench.device)) for index, each in chain.runs]
-        self._plans: dict[bool, Placed] = {True: fused, False: layers}
-        self._chain, self._least_us = chain, floor_us([problem], bench.device)
-        self._tolerance = problem.dtype, len(problem.biases)
-        self.operands = OperandSets(bench, chain)
-        self.rejected: list[RejectedStrategy] = []
-
-    def names(self) -> list[bool]:
-        """See `Contenders`."""
-        return [*self._plans]
-
-    def take_times(self, names: Collection[bool]) -> dict[bool, Timing]:
-        """See `Contenders`."""
-        plans = {name: self._plans[name] for name in names}
-        return self.operands.take_times(plans, _MLP_BUDGET_S, _MLP_ROUNDS, in_a_loop=True, least_us=self._least_us)
-
-    def reject_wrong(self, names: Collection[bool]) -> list[bool]:
-        """Compares outputs and gradients of the fused kernels with those of the layers; see `Contenders`."""
-        if True not in names:
-            return []
-        results = self.operands.results(self._plans[False])
-        # Only outputs and gradients are compared: the layers' other results are intermediate, and the fused kernels do
-        # not write them.
-        output = f"y of layer {max(self._chain.forwards)}"
-        expected = {name: each for name, each in results.items() if name == output or name.startswith(("dw", "db"))}
-        wrong = disagreement(self.operands.results(self._plans[True]), expected, *self._tolerance)
-        if wrong is None:
-            return []
-        del self._plans[True]
-        self.rejected.append(RejectedStrategy({FUSED_MLP: True}, f"wrong: {wrong[1]}"))
-        return [True]
