@@ -8,13 +8,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
 from lt_runtime.arguments import batches_of, check_instance, flag, integer, shown
 from lt_runtime.arrays.transfer import copied
-from lt_runtime.distributed.group import first_alone
 from lt_runtime.errors import ArgumentError
 from lt_runtime.files import AnyPath
 from lt_runtime.nn.block import Block
@@ -22,7 +22,7 @@ from lt_runtime.nn.device import ComputeDevice
 from lt_runtime.nn.mlp import MLP
 from lt_runtime.ops.optimizers.adamw import AdamW
 from lt_runtime.saving.checkpoint_file import check_writable
-from lt_runtime.saving.checkpoints import save_checkpoint
+from lt_runtime.saving.checkpoints import by_first, save_checkpoint
 from lt_runtime.saving.state import save
 from lt_runtime.training.prefetch import Prefetcher, prefetch
 from lt_runtime.training.step import TrainStep
@@ -101,9 +101,7 @@ def fit(
             raise ArgumentError(f"{name} is {shown(given)}, for {epochs} epochs; {_AGAIN}")
     check_instance("checkpoint", checkpoint, (str, os.PathLike, type(None)), "None or the path of a file")
     if checkpoint is not None:
-        with first_alone(step.group, f"the writing of {os.fspath(checkpoint)}") as is_first:
-            if is_first:
-                check_writable(checkpoint)
+        by_first(checkpoint, step.group, (), partial(check_writable, checkpoint))
     from lt_runtime.tuner.report import progress_bar  # imported here, because only the progress bar needs the tuner
 
     history, best, waited = list[Epoch](), list[Any](), 0

@@ -8,7 +8,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.arguments import check_instance, integers, one_of, shown
 from lt_runtime.arrays.operand import CUPY, read
-from lt_runtime.arrays.transfer import replace_all, store
+from lt_runtime.arrays.transfer import store
 from lt_runtime.distributed.group import Group, check_group, first_alone
 from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from lt_runtime.files import AnyPath, parse_json
@@ -97,10 +98,33 @@ def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer, *, group:
     """
     _check_kinds(path, model)
     check_instance("optimizer", optimizer, Optimizer, "an lt.AdamW or an lt.Optimizer")
+    by_first(path, group, [optimizer], partial(_save, path, model, optimizer))
+
+
+@contextlib.contextmanager
+def whole_states(owners: Iterable[object]) -> Iterator[None]:
+    """Within a `with` block, the optimizers among some objects have their whole state, see `Optimizer.whole_state`."""
+    with contextlib.ExitStack() as stack:
+        for each in owners:
+            if isinstance(each, Optimizer):
+                stack.enter_context(each.whole_state())
+        yield
+
+
+def by_first(path: AnyPath, group: Group | None, owners: Iterable[object], write: Callable[[], object]) -> None:
+    """Calls `write`, which works on the file at `path`, in process 0 alone while the other processes wait.
+
+    Args:
+        owners: objects whose optimizers have their whole state meanwhile.
+
+    Raises:
+        KindError: `group` is no group.
+        GroupError: in the other processes, if process 0 has failed.
+    """
     check_group(group)
-    with optimizer.whole_state(), first_alone(group, f"the writing of {os.fspath(path)}") as is_first:
+    with whole_states(owners), first_alone(group, f"the writing of {os.fspath(path)}") as is_first:
         if is_first:
-            _save(path, model, optimizer)
+            write()
 
 
 def _save(path: AnyPath, model: Block, optimizer: Optimizer) -> None:
@@ -154,7 +178,7 @@ def load_checkpoint(
     check_instance("optimizer", optimizer, (Optimizer, type(None)), "None, an lt.AdamW or an lt.Optimizer")
     check_instance("changed", changed, (tuple, list, set, frozenset), "a tuple of options' names")
     may_differ = {one_of(f"changed[{i}]", name, CHANGEABLE) for i, name in enumerate(changed)}
-    with contextlib.nullcontext() if optimizer is None else optimizer.whole_state():
+    with whole_states([optimizer]):
         _load(path, model, optimizer, may_differ)
 
 
@@ -180,8 +204,7 @@ def _load(path: AnyPath, model: Block, optimizer: Optimizer | None, may_differ: 
     device = model.device.ordinal
     stream = 0 if device is None else CUPY.current_stream(device)
     writes = [(read(name, array, stream), values[name], stream) for name, array in arrays.items()]
-    replace_all([*writes, *loading.writes])
-    loading.finish()
+    loading.write(writes)
     take_choices(path, plans, model)
 
 
@@ -207,11 +230,7 @@ def save_model(path: AnyPath, model: Block, *, optimizer: Optimizer | None = Non
     """
     _check_kinds(path, model)
     check_instance("optimizer", optimizer, (Optimizer, type(None)), "None or the model's optimizer")
-    check_group(group)
-    whole = contextlib.nullcontext() if optimizer is None else optimizer.whole_state()
-    with whole, first_alone(group, f"the writing of {os.fspath(path)}") as is_first:
-        if is_first:
-            _save_model(path, model)
+    by_first(path, group, [optimizer], partial(_save_model, path, model))
 
 
 def _save_model(path: AnyPath, model: Block) -> None:
@@ -275,9 +294,7 @@ def load_model(
         file.scan(writer.write)
         if writer.fault:
             raise CheckpointError(f"{path} cannot be used: {writer.fault}")
-    loading = scales_to_load(path, model, writer.kept)
-    replace_all(loading.writes)
-    loading.finish()
+    scales_to_load(path, model, writer.kept).write()
     return model
 
 
@@ -544,8 +561,7 @@ def _write_saved(path: AnyPath, model: Block, values: Arrays) -> None:
         raise CheckpointError(f"{path} cannot be used: {error}") from error
     loading = scales_to_load(path, model, {name: values[name] for name in names_of_scales(values)})
     write_values(assigned)
-    replace_all(loading.writes)
-    loading.finish()
+    loading.write()
 
 
 def _shapes_of(model: Block) -> dict[str, tuple[int, ...]]:

@@ -7,13 +7,14 @@ are the entries of `FP8State.state_dict`. A layer that has not run yet has none.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lt_runtime.arrays.operand import CUPY, Operand, read
+from lt_runtime.arrays.transfer import replace_all
 from lt_runtime.errors import CheckpointError
 from lt_runtime.files import AnyPath
 from lt_runtime.nn.block import Block
@@ -43,14 +44,15 @@ class Loading(NamedTuple):
 
     Attributes:
         writes: the arrays to write and their new values, as `replace_all` takes them.
-        calibrated: for each layer's `FP8State` the tensors whose scales the file has, set after the writes.
+        calibrated: for each layer's `FP8State` the tensors whose scales the file has.
     """
 
     writes: list[tuple[Operand, NDArray[Any], int]]
     calibrated: list[tuple[FP8State, set[int]]]
 
-    def finish(self) -> None:
-        """Tells each layer's state, after the writes, which of its tensors have scales now."""
+    def write(self, others: Iterable[tuple[Operand, NDArray[Any], int]] = ()) -> None:
+        """Writes the scales and other arrays; then tells each layer's state which of its tensors have scales now."""
+        replace_all([*others, *self.writes])
         for state, rows in self.calibrated:
             state.calibrated = rows
 

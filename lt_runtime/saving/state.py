@@ -6,19 +6,19 @@ several keys is written once, under the first key; the file's text lists the oth
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Collection, Mapping, Set
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from lt_runtime.arguments import check_instance, one_of, shown
 from lt_runtime.arrays.operand import CUPY, HOST, Operand, device_of, read
-from lt_runtime.arrays.transfer import fetch, replace_all
-from lt_runtime.distributed.group import Group, check_group, first_alone
+from lt_runtime.arrays.transfer import fetch
+from lt_runtime.distributed.group import Group
 from lt_runtime.errors import ArgumentError, CheckpointError
 from lt_runtime.files import AnyPath, parse_json
 from lt_runtime.nn.block import Block
@@ -30,11 +30,13 @@ from lt_runtime.saving.checkpoints import (
     CHANGEABLE,
     MASTER,
     STATE_FORMAT,
+    by_first,
     check_values,
     description_of,
     differences,
     plain,
     refuse_differences,
+    whole_states,
 )
 from lt_runtime.saving.fp8_scales import Loading, check_scales, names_of_scales, scales_to_load, scales_to_save
 from lt_runtime.saving.owners import PLAIN, State, settings_of, state_of
@@ -75,20 +77,7 @@ def save(path: AnyPath, *, group: Group | None = None, **owners: Any) -> None:
     check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
     if not owners:
         raise ArgumentError("there is nothing to save: pass objects and values by keyword, such as model=model")
-    check_group(group)
-    with _whole_states(owners), first_alone(group, f"the writing of {os.fspath(path)}") as is_first:
-        if is_first:
-            _save(path, owners)
-
-
-@contextlib.contextmanager
-def _whole_states(owners: Mapping[str, Any]) -> Iterator[None]:
-    """Within a `with` block all optimizers have their whole state, see `Optimizer.whole_state`."""
-    with contextlib.ExitStack() as stack:
-        for each in owners.values():
-            if isinstance(each, Optimizer):
-                stack.enter_context(each.whole_state())
-        yield
+    by_first(path, group, owners.values(), partial(_save, path, owners))
 
 
 def _save(path: AnyPath, owners: Mapping[str, Any]) -> None:
@@ -149,7 +138,7 @@ def load(
     check_instance("changed", changed, (tuple, list, set, frozenset), "a tuple of options' names")
     kept = {one_of(f"changed[{i}]", name, _CHANGEABLE) for i, name in enumerate(changed)}
     taken = {*_SETTINGS} - kept if one_of("settings", settings, ("equal", "file")) == "file" else set[str]()
-    with _whole_states(owners):
+    with whole_states(owners.values()):
         return _load(path, kept, taken, owners)
 
 
@@ -178,11 +167,9 @@ def _load(path: AnyPath, kept: Set[str], taken: Set[str], owners: Mapping[str, A
             made += settings_of(keyword, owners[keyword], names, options, table, taken)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} cannot be used: its settings are wrong: {shortened(str(error))}") from error
-    loadings = _loadings(path, owners, {key: saved[key] for key in scales})
+    loading = _loading(path, owners, {key: saved[key] for key in scales})
     writes = [(operand, saved[key], stream) for key, (operand, stream) in operands.items() if firsts[key] == key]
-    replace_all([*writes, *itertools.chain(*(each.writes for each in loadings))])
-    for each in loadings:
-        each.finish()
+    loading.write(writes)
     for assignment in made:
         setattr(*assignment)
     for model in _models(owners):
@@ -191,16 +178,18 @@ def _load(path: AnyPath, kept: Set[str], taken: Set[str], owners: Mapping[str, A
     return values
 
 
-def _loadings(path: AnyPath, owners: Mapping[str, Any], scales: Arrays) -> list[Loading]:
+def _loading(path: AnyPath, owners: Mapping[str, Any], scales: Arrays) -> Loading:
     """Calls `scales_to_load` for each model among objects; `scales` has the file's FP8 scales by key."""
-    found = []
+    whole = Loading([], [])
     for keyword, owner in owners.items():
         own = {key.removeprefix(f"{keyword}/"): each for key, each in scales.items() if _keyword(key) == keyword}
         if isinstance(owner, Block):
-            found.append(scales_to_load(path, owner, own))
+            found = scales_to_load(path, owner, own)
+            whole.writes.extend(found.writes)
+            whole.calibrated.extend(found.calibrated)
         elif own:
             raise CheckpointError(f"{path} has {shortened(f'{keyword}/{min(own)}')}, which there is not here")
-    return found
+    return whole
 
 
 def _models(owners: Mapping[str, Any]) -> list[Block]:
