@@ -13,7 +13,10 @@ from lt_runtime.problem import LATER, Activation, BackwardProblem, Compute, DTyp
 Recipe = Literal["delayed", "current", "rowwise"]
 _MOST_STEPS = 1024
 UNIT = 16
-"""M, N and K of products in FP8 are multiples of this number."""
+"""M, N, K and leading dimensions of products in FP8 are multiples of this many elements, addresses of this many bytes.
+
+So must be the addresses of scales: cuBLASLt 12.9 to 13.1 refuses others (its release notes, 5728938).
+"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,10 +50,10 @@ def cast_fp8_rows(x: NDArray[Any], dtype: str) -> tuple[NDArray[Any], NDArray[np
     return cast_fp8(x, np.exp2(-exponents)[:, None], dtype), np.exp2(exponents).astype(np.float32)
 
 
-def amax_of(x: NDArray[Any]) -> np.float32:
-    """The largest |x|; infinity is larger than every number, and NaN larger than infinity. 0 for an empty array."""
-    bits = np.abs(x.astype(np.float32)).view(np.uint32)
-    return np.float32(np.max(bits, initial=0).astype(np.uint32).view(np.float32))
+def amax_of(x: NDArray[Any], least: Any = 0.0) -> np.float32:
+    """The largest |x|, and at least `least`; infinity is larger than every number, and NaN larger than infinity."""
+    bits, lowest = (np.abs(np.asarray(each, np.float32)).view(np.uint32) for each in (x, least))
+    return np.float32(np.max(bits, initial=lowest.item()).astype(np.uint32).view(np.float32))
 
 
 def next_fp8_scale(scale: Any, amax: Any, largest: float, headroom: float) -> np.float32:

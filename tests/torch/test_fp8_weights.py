@@ -25,8 +25,8 @@ Change = Callable[[Any, Any], object]
 @pytest.fixture
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The row in `FP8State.slots` of each tensor that forward and backward have cast."""
-    made, cast = list[int](), fp8_linear._cast_on_host
-    monkeypatch.setattr(fp8_linear, "_cast_on_host", lambda x, row, *more: made.append(row) or cast(x, row, *more))
+    made, cast = list[int](), fp8_linear.cast_tensor
+    monkeypatch.setattr(fp8_linear, "cast_tensor", lambda x, row, *more: made.append(row) or cast(x, row, *more))
     return made
 
 

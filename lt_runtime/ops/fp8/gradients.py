@@ -91,7 +91,7 @@ class CastGated(PassOperation):
         slots = gate[DY], (gate if value is None else value)[DY]
         cast = []
         for slot, half in zip(slots, np.split(dh, 2, axis=-1), strict=True):
-            slot[AMAX] = amax_of(np.array([slot[AMAX], amax_of(half)]))
+            slot[AMAX] = amax_of(half, slot[AMAX])
             cast.append(reference.cast_fp8(half, slot[SCALE], kind))
         rows[...] = np.concatenate(cast, axis=-1)
         transposed[...] = rows_of(rows).T
@@ -104,21 +104,22 @@ class CastGated(PassOperation):
 _CAST_GATED: Final = CastGated()
 
 
+def _reads_cast_dy(state: FP8State | None) -> bool:
+    """Whether backward of a layer that has just run forward can read dy in FP8, in both orientations."""
+    if state is None or state.fallback is not None or state.slots is None:
+        return False
+    return state.recipe.recipe == "delayed" and state.needs_dx and state.needs_dw
+
+
 def casts_gate(h: Any, *states: FP8State | None) -> bool:
     """Whether `gated_bwd_in_fp8` can be used for h = (gate, value).
 
     Args:
         states: the scales of the layers without biases that have just computed h: one for both halves, or two.
     """
-    recipes = set()
-    for each in states:
-        # The kernel writes both orientations.
-        if each is None or each.fallback is not None or not (each.needs_dx and each.needs_dw):
-            return False
-        recipes.add(each.recipe)
     # The kernel writes both halves in one type.
-    is_delayed = len(recipes) == 1 and recipes.pop().recipe == "delayed"
-    return is_delayed and type_name(h.dtype) == "bfloat16"
+    has_one_recipe = len({each.recipe for each in states if each is not None}) == 1
+    return has_one_recipe and all(map(_reads_cast_dy, states)) and type_name(h.dtype) == "bfloat16"
 
 
 def gated_bwd_in_fp8(dy: Any, ctx: GatedContext, *states: FP8State, stream: Any = None) -> CastGradient | None:
@@ -190,10 +191,8 @@ def casts_loss(state: FP8State, target: Any) -> bool:
         state: the scales of the layer.
         target: the targets of the loss; they must be BF16.
     """
-    is_delayed = state.slots is not None and state.recipe.recipe == "delayed"
-    reads_both = state.fallback is None and state.needs_dx and state.needs_dw
     spec = read("target", target, 0).spec
-    return is_delayed and reads_both and moves_tiles((DType.BFLOAT16, spec), out=None, transposed=None)
+    return _reads_cast_dy(state) and moves_tiles((DType.BFLOAT16, spec), out=None, transposed=None)
 
 
 def cast_loss(

@@ -7,15 +7,14 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lt_runtime import reference
 from lt_runtime.arguments import check_instance
 from lt_runtime.arrays.checks import check_shape, check_type
-from lt_runtime.arrays.operand import HOST, Operand
+from lt_runtime.arrays.operand import Operand
 from lt_runtime.arrays.transfer import writes
-from lt_runtime.errors import AlignmentError, ArgumentError, LayoutError
-from lt_runtime.fp8 import UNIT, Fp8Problem, Precision, Prologue
+from lt_runtime.errors import ArgumentError
+from lt_runtime.fp8 import Fp8Problem, Precision, Prologue
 from lt_runtime.layout import packed
 from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops._linear import (
@@ -29,69 +28,23 @@ from lt_runtime.ops._linear import (
     context_of,
     write_gradients,
 )
-from lt_runtime.ops.call import New, PreparedCall, Request, perform
+from lt_runtime.ops.call import New, Operation, PreparedCall, Request, perform
 from lt_runtime.ops.first_use import before_first_use
 from lt_runtime.ops.fp8.choice import Candidate, choose
 from lt_runtime.ops.fp8.gradients import CastGradient
+from lt_runtime.ops.fp8.product_rules import check_address, check_strides
 from lt_runtime.ops.fp8.state import FP8State, arrays_of, must_calibrate
 from lt_runtime.plans import cache
 from lt_runtime.plans.fp8 import DY, Fp8BackwardPlan, Fp8ForwardPlan, W, X, casts_dz, fp8_kept_spec
 from lt_runtime.problem import Activation, Philox, Saved, Spec, type_name
 from lt_runtime.products.plan import Plan
-from lt_runtime.reference.fp8 import (
-    AMAX,
-    FP8_TYPES,
-    INVERSE,
-    SCALE,
-    SLOT_WIDTH,
-    amax_of,
-    cast_fp8,
-    cast_fp8_rows,
-    update_fp8_scales,
-)
+from lt_runtime.reference.fp8 import FP8_TYPES, SLOT_WIDTH
+from lt_runtime.reference.fp8_layer import after_prologue, cast_tensor, given_tensor, represented
 from lt_runtime.reference.products import rows_of
 
 _E4M3: Final = FP8_TYPES["float8_e4m3fn"]
 # Indices of a forward call's arrays.
 _KEPT, _SLOTS, _HISTORY, _X8, _W8, _CAST, _GIVEN_X8 = 4, 6, 7, 8, 9, 10, 12
-
-
-def _cast_on_host(
-    x: NDArray[Any], row: int, precision: Precision, slots: Any, history: Any
-) -> tuple[NDArray[np.float64], NDArray[Any], NDArray[Any]]:
-    """Returns x rounded to FP8, its transpose in FP8, and the tensor's slot, a copy of its scales.
-
-    With "rowwise" 1 / scale of the transpose's rows takes the place of the slot. If `precision.calibrates`, the scale
-    in the slot is first computed from x; see `Cast` and `RowCast`.
-    """
-    recipe, slot = precision.recipe, slots[row]
-    dtype = recipe.dtypes[row].value
-    if recipe.by_rows:
-        cast, scales = cast_fp8_rows(x, dtype)
-        return cast.astype(np.float64) * scales[:, None], *cast_fp8_rows(x.T, dtype)
-    if precision.calibrates:
-        slot[SCALE], slot[AMAX] = 0, np.maximum(slot[AMAX], amax_of(x))
-        update_fp8_scales(slots[row : row + 1], history[row : row + 1], recipe.margin)
-    if recipe.recipe == "delayed":
-        slot[AMAX] = amax_of(np.array([slot[AMAX], amax_of(x)]))
-    cast = cast_fp8(x, slot[SCALE], dtype)
-    return cast.astype(np.float64) * slot[INVERSE], cast.T, slot
-
-
-def _exact(transposed: NDArray[Any], scales: NDArray[Any], precision: Precision) -> NDArray[np.float64]:
-    """The values that a transpose in FP8 represents; `transposed` and `scales` are results of `_cast_on_host`."""
-    factors: NDArray[np.float64] = scales[:, None] if precision.recipe.by_rows else scales[INVERSE : INVERSE + 1]
-    return transposed.astype(np.float64) * factors
-
-
-def _through(prologue: Prologue, x: NDArray[Any], rng: Philox | None) -> NDArray[Any]:
-    """dropout(act(x)), or dropout(act(gate) · value) with x = (gate, value), rounded to FP32."""
-    if prologue.gated:
-        y = reference.gated_fwd(x, prologue.activation)
-    else:
-        y = reference.activate(x.astype(np.float64), prologue.activation)
-    factors = reference.dropout_factors(y.shape, prologue.dropout, rng)
-    return (y if factors is None else y * factors).astype(np.float32)
 
 
 def _check_products(*operands: Operand | None) -> None:
@@ -102,14 +55,9 @@ def _check_products(*operands: Operand | None) -> None:
         AlignmentError: the address is not a multiple of 16 bytes.
     """
     for each in operands:
-        if each is None:
-            continue
-        if each.layout.leading_dimension % UNIT:
-            found = f"{each.name} has strides {each.strides}"
-            raise LayoutError(f"{found}; with precision those above 1 must be multiples of {UNIT}")
-        if each.device != HOST and each.alignment < UNIT:
-            found = f"{each.name} is at {each.address:#x}"
-            raise AlignmentError(f"{found}; with precision it must be a multiple of {UNIT} bytes")
+        if each is not None:
+            check_strides(each, each.spec, "precision")
+            check_address(each, "precision")
 
 
 class Fp8Forward(LinearForward):
@@ -130,7 +78,7 @@ class Fp8Forward(LinearForward):
             x = replace(x, shape=(*x.shape[:-1], x.shape[-1] // 2))  # the gate, the left half of each row
         request = super().read((x, *operands[1:_SLOTS]), of_layer, scalars)
         _check_products(y, z)
-        (m, n, k), new, layer = request.detail.shape, {**request.new}, request.problem
+        (m, n, k), new, layer, detail = request.detail.shape, {**request.new}, request.problem, request.detail
         if layer.backward:
             width = k if precision.recipe.by_rows else SLOT_WIDTH
             new[_CAST] = New((2, width), np.dtype(np.float32), x.library)
@@ -140,10 +88,15 @@ class Fp8Forward(LinearForward):
                 new[_W8] = New((k, n), _E4M3, x.library)
         if precision.returns_x8:
             new[_GIVEN_X8] = New((m, k), _E4M3, x.library)
-        dropouts = request.detail.dropout, prologue.dropout
+        dropouts = detail.dropout, prologue.dropout
         if defers:
             layer, dropouts = replace(layer, activation=Activation(), dropout=False), (0.0, prologue.dropout)
+        if fp8_kept_spec(layer) is not None and z is None:
+            new[_KEPT] = New((*x.shape[:-1], n), layer.dtype.numpy, x.library)
+        if detail.activation.name != "none":  # if the next layer applies the activation, y is the pre-activation
+            detail = replace(detail, saved_as=Saved.PREACTIVATION)
         return request._replace(
+            detail=detail,
             problem=Fp8Problem(layer, precision, prologue),
             written=(_SLOTS, _HISTORY, *new, *request.written),
             new=new,
@@ -154,18 +107,7 @@ class Fp8Forward(LinearForward):
         """See `Operation`."""
         return _measured(Fp8ForwardPlan, request.problem, device)
 
-    def with_saved(self, request: Request, plan: Any, operands: Sequence[Any]) -> Request:
-        """See `Operation`: the pre-activation is saved if there is an activation."""
-        problem, layer = request.problem.layer, request.detail
-        kept = fp8_kept_spec(problem)
-        if layer.activation.name != "none":
-            saved = kept or problem.y  # if the next layer applies the activation, y is the pre-activation
-            layer = replace(layer, saved_as=Saved.PREACTIVATION, saved_layout=saved.layout)
-        if kept is None:
-            return request._replace(detail=layer)
-        x, shape = operands[0], (*operands[0].shape[:-1], problem.y.layout.cols)
-        new = {} if operands[_KEPT] is not None else {_KEPT: New(shape, problem.dtype.numpy, x.library)}
-        return request._replace(new={**request.new, **new}, detail=layer)
+    with_saved = Operation.with_saved
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
@@ -173,14 +115,11 @@ class Fp8Forward(LinearForward):
         problem, precision, drops = request.problem.layer, request.problem.precision, request.problem.layer.dropout
         if precision.has_x8:
             slots[X] = slots_of_x[X]
-            of_x = given_x8.astype(np.float64) * slots[X, INVERSE], given_x8.T, slots[X]
+            of_x = given_tensor(given_x8, slots[X])
         else:
-            source = _through(request.problem.prologue, rows_of(x), scalars[1])
-            of_x = _cast_on_host(source, X, precision, slots, history)
-        if precision.has_w8:
-            of_w = given_w8.astype(np.float64) * slots[W, INVERSE], given_w8.T, slots[W]
-        else:
-            of_w = _cast_on_host(w, W, precision, slots, history)
+            source = after_prologue(request.problem.prologue, rows_of(x), scalars[1])
+            of_x = cast_tensor(source, X, precision, slots, history)
+        of_w = given_tensor(given_w8, slots[W]) if precision.has_w8 else cast_tensor(w, W, precision, slots, history)
         exact, transposed, scales = zip(of_x, of_w, strict=True)
         kept = (x8, transposed[0]), (w8, transposed[1]), (cast_slots, scales), (given_x8, transposed[0].T)
         for array, values in kept:
@@ -251,14 +190,14 @@ class Fp8Backward(LinearBackward):
         values = {"db": exact.sum(axis=0), "dz": exact}
         if problem.dx is not None or problem.dw is not None:
             if precision.has_dy8:
-                cast, transposed, scales = saved.T.astype(np.float64) * slots[DY, INVERSE], saved, slots[DY]
+                cast, transposed, scales = given_tensor(saved.T, slots[DY])
             else:
                 source = exact.astype(np.float32 if casts_dz(problem, precision) else dy.dtype)
-                cast, transposed, scales = _cast_on_host(source, DY, precision, slots, history)
-            turned = _exact(transposed, scales, precision)
+                cast, transposed, scales = cast_tensor(source, DY, precision, slots, history)
+            turned = represented(transposed, scales, precision)
             for name, left, kept, row in (("dx", cast, w8, W), ("dw", turned, x8, X)):
                 if getattr(problem, name) is not None:
-                    values[name] = left @ _exact(kept, cast_slots[row], precision).T
+                    values[name] = left @ represented(kept, cast_slots[row], precision).T
         write_gradients(options, values, (*outputs, None))
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> LinearGradients:

@@ -9,12 +9,10 @@ from lt_runtime.arrays.checks import check_one_float32, check_weights
 from lt_runtime.arrays.operand import HOST, Operand
 from lt_runtime.epilogue import Epilogue
 from lt_runtime.errors import AlignmentError, ArgumentError, DTypeError, LayoutError, ShapeError
+from lt_runtime.fp8 import UNIT
 from lt_runtime.layout import Order
-from lt_runtime.problem import SCALES, DType, MatmulProblem
+from lt_runtime.problem import SCALES, DType, MatmulProblem, Spec
 
-_UNIT: Final = 16
-"""Extents and leading dimensions must be multiples of this many elements, addresses of this many bytes. So must the
-addresses of scales: cuBLASLt 12.9 to 13.1 refuses others (its release notes, 5728938)."""
 _E5M2: Final = DType.FLOAT8_E5M2
 _NUMBER: Final = ((), (1,))
 
@@ -70,7 +68,7 @@ def check_options(
             raise ArgumentError(f"{name} is given, and a is {a.value}; only float8 matrices have scales")
         if name.endswith("_d") and not d.is_float8:
             raise ArgumentError(f"{name} is given, and dtype is {d.value}; only a float8 result has it")
-        _check_address(given[name])
+        check_address(given[name])
     if not a.is_float8:
         if fast:
             raise ArgumentError(f"fast_accumulation is True, and a is {a.value}; only float8 products have it")
@@ -96,9 +94,9 @@ def check_layouts(given: Mapping[str, Operand], problem: MatmulProblem) -> None:
         AlignmentError: an address is not a multiple of 16 bytes.
     """
     for name, extent in (("M", problem.m), ("N", problem.n), ("K", problem.k)):
-        if extent % _UNIT or not extent:
+        if extent % UNIT or not extent:
             sizes = f"a has shape {given['a'].shape} and b {given['b'].shape}"
-            raise ShapeError(f"{sizes}: {name} is {extent}; with float8 it must be a positive multiple of {_UNIT}")
+            raise ShapeError(f"{sizes}: {name} is {extent}; with float8 it must be a positive multiple of {UNIT}")
     for name, spec, order, shape in (("a", problem.a, Order.ROW, "(M, K)"), ("b", problem.b, Order.COLUMN, "(K, N)")):
         if spec.layout.order is not order:
             found = f"{name} {shape} has strides {given[name].strides}, and is not contiguous along K"
@@ -106,15 +104,22 @@ def check_layouts(given: Mapping[str, Operand], problem: MatmulProblem) -> None:
             raise LayoutError(f"{found}; float8 products need a row-major a and a column-major b: {remedy}")
     specs = {"a": problem.a, "b": problem.b, "c": problem.c, "out": problem.d}
     for name, each in specs.items():
-        if each is not None and (each.layout.leading_dimension % _UNIT or each.batch_stride % _UNIT):
-            found = f"{name} has strides {given[name].strides}"
-            raise LayoutError(f"{found}; with float8 those above 1 must be multiples of {_UNIT}")
+        if each is not None and name in given:
+            check_strides(given[name], each)
     for name in ("a", "b", "c", "bias", "aux", "out"):
         if name in given:
-            _check_address(given[name])
+            check_address(given[name])
 
 
-def _check_address(operand: Operand) -> None:
-    if operand.device != HOST and operand.alignment < _UNIT:
+def check_strides(operand: Operand, spec: Spec, what: str = "float8") -> None:
+    """Raises `LayoutError` unless rows or columns, and matrices of a batch, are a multiple of 16 elements apart."""
+    if spec.layout.leading_dimension % UNIT or spec.batch_stride % UNIT:
+        found = f"{operand.name} has strides {operand.strides}"
+        raise LayoutError(f"{found}; with {what} those above 1 must be multiples of {UNIT}")
+
+
+def check_address(operand: Operand, what: str = "float8") -> None:
+    """Raises `AlignmentError` unless an operand on a GPU lies at a multiple of 16 bytes."""
+    if operand.device != HOST and operand.alignment < UNIT:
         found = f"{operand.name} is at {operand.address:#x}"
-        raise AlignmentError(f"{found}; with float8 it must be a multiple of {_UNIT} bytes")
+        raise AlignmentError(f"{found}; with {what} it must be a multiple of {UNIT} bytes")
