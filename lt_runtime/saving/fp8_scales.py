@@ -19,7 +19,7 @@ from lt_runtime.errors import CheckpointError
 from lt_runtime.files import AnyPath
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.linear import Linear
-from lt_runtime.ops.fp8.state import FP8State, arrays_of
+from lt_runtime.ops.fp8.state import FP8State, arrays_of, has_types
 from lt_runtime.reference.fp8 import (
     AMAX,
     INVERSE,
@@ -29,7 +29,6 @@ from lt_runtime.reference.fp8 import (
     SCALE,
     SCALE_EXPONENT,
     SLOT_WIDTH,
-    fp8_slots,
 )
 from lt_runtime.saving.checkpoint_file import Arrays, Kind, Kinds, shortened
 
@@ -137,9 +136,7 @@ def _layers(model: Block) -> dict[str, Linear]:
 
 def _fits(state: FP8State, values: Arrays) -> bool:
     """Whether a file's scales are for the types of a layer's recipe, and the file's history has the recipe's length."""
-    recipe = state.recipe
-    types = fp8_slots([each.value for each in recipe.dtypes])[:, LARGEST_NUMBER]
-    return values["history"].shape[1] == recipe.steps and bool((values["slots"][:, LARGEST_NUMBER] == types).all())
+    return values["history"].shape[1] == state.recipe.steps and has_types(state.recipe, values["slots"])
 
 
 def _fault(values: Arrays) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -267,6 +268,8 @@ REFUSED = {
     "no device": (lambda: lt.FP8State().load_state_dict(STATE), "like is None"),
     "no mapping": (lambda: lt.FP8State().load_state_dict([1]), r"state is \[1\]; it must be a state_dict"),
     "entries": (lambda: lt.FP8State().load_state_dict({}), "it must have calibrated, history and slots"),
+    "other types": (lambda: _load(lt.FP8(gradients="e4m3"), lt.FP8()), "has scales of other FP8 types"),
+    "calibrated": (lambda: lt.FP8State().load_state_dict(STATE, like=X), r"state\['calibrated'\] has shape \(\)"),
     "another recipe's state": (lambda: _load(lt.FP8(history=4), lt.FP8()), r"has shape \(3, 4\); it must be \(3, 16\)"),
     "odd rows": (lambda: lt.linear_fwd(X, W, precision=lt.FP8State(), out=GAPS), "out has strides"),
     "through": (lambda: _through(), "through is given"),
@@ -311,6 +314,35 @@ def test_a_refused_call_calibrates_nothing() -> None:
     assert state.calibrated == set()
     lt.linear_fwd(X, W, precision=state)
     assert state.calibrated == {0, 1}
+
+
+def test_a_capture_outlives_what_it_does_not_allow(gpu: FakeGpu) -> None:
+    """Scales are neither made nor read, and no product is measured, while a stream is being captured."""
+    state, (x, w) = gpu.lt.FP8State(), (gpu.cp.asarray(np.ones((16, 16), BF16)) for _ in range(2))
+
+    def capture(call: Callable[[], object], error: str = "") -> None:
+        gpu.synchronize_all()
+        gpu.stream.begin_capture()
+        with gpu.stream, pytest.raises(gpu.lt.errors.CaptureError, match=error) if error else nullcontext():
+            call()
+        gpu.stream.end_capture().launch(gpu.stream)
+        gpu.synchronize_all()
+
+    def forward() -> object:
+        return gpu.lt.linear_fwd(x, w, precision=state, stream=gpu.stream)
+
+    capture(forward, "run the layer once before the capture")
+    forward()
+    capture(lambda: state.scales, "slots cannot be read")
+    with gpu.lt.tuning():
+        capture(forward)  # with known scales this is another call than the first
+
+
+def test_a_state_that_is_refused_leaves_nothing() -> None:
+    state = lt.FP8State()
+    with pytest.raises(LtError):
+        state.load_state_dict(STATE, like=X)
+    assert state.slots is None
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.25])

@@ -15,6 +15,7 @@ from lt_runtime.arrays.operand import Operand
 from lt_runtime.arrays.transfer import writes
 from lt_runtime.errors import ArgumentError
 from lt_runtime.fp8 import Fp8Problem, Precision, Prologue
+from lt_runtime.gpu.streams import is_captured
 from lt_runtime.layout import packed
 from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops._linear import (
@@ -105,7 +106,7 @@ class Fp8Forward(LinearForward):
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        return _measured(Fp8ForwardPlan, request.problem, device)
+        return _measured(Fp8ForwardPlan, request.problem, device, stream)
 
     with_saved = Operation.with_saved
 
@@ -176,7 +177,7 @@ class Fp8Backward(LinearBackward):
 
     def plan(self, request: Request, device: int, stream: int) -> Plan:
         """See `Operation`."""
-        return _measured(Fp8BackwardPlan, request.problem, device)
+        return _measured(Fp8BackwardPlan, request.problem, device, stream)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
@@ -205,11 +206,15 @@ class Fp8Backward(LinearBackward):
         return LinearGradients(*arrays[FIRST_OUTPUT : FIRST_OUTPUT + 3])
 
 
-def _measured(make: Callable[[Fp8Problem, int], Plan], problem: Fp8Problem, device: int) -> Plan:
-    """Makes a plan. If tuning is on, the plan's products are measured first, and the plan uses the results."""
+def _measured(make: Callable[[Fp8Problem, int], Plan], problem: Fp8Problem, device: int, stream: int) -> Plan:
+    """Makes a plan. If tuning is on, the plan's products are measured first, and the plan uses the results.
+
+    Nothing is measured while the stream is being captured.
+    """
     plan, generation = make(problem, device), cache.generation
-    for each in plan.products.values():
-        before_first_use(each.problem, device)
+    if not is_captured(stream):
+        for each in plan.products.values():
+            before_first_use(each.problem, device)
     return plan if cache.generation is generation else make(problem, device)
 
 

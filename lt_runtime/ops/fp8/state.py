@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from lt_runtime.arguments import check_instance
 from lt_runtime.arrays.checks import check_shape, check_type
-from lt_runtime.arrays.operand import CUPY, HOST, device_of, read
+from lt_runtime.arrays.operand import CUPY, HOST, device_of, library_of, read
 from lt_runtime.arrays.transfer import fetch, host_access, host_values, host_zeros, replace_all, store, writes
-from lt_runtime.errors import ArgumentError, ShapeError
+from lt_runtime.errors import ArgumentError, CaptureError, OperandError, ShapeError
 from lt_runtime.fp8 import FP8
+from lt_runtime.gpu.streams import is_captured
 from lt_runtime.kernels.fp8 import ScalesPass
 from lt_runtime.ops.call import PassOperation, Request, perform
-from lt_runtime.reference.fp8 import OVERFLOWS, SCALE, fp8_slots, update_fp8_scales
+from lt_runtime.reference.fp8 import LARGEST_NUMBER, OVERFLOWS, SCALE, fp8_slots, update_fp8_scales
 
 _TENSORS: Final = ("x", "w", "dy")
 
@@ -88,7 +89,11 @@ class FP8State:
 
     @property
     def scales(self) -> dict[str, float]:
-        """The scales of x, w and dy, by which they are multiplied before they are cast. Waits for the stream."""
+        """The scales of x, w and dy, by which they are multiplied before they are cast. Waits for the stream.
+
+        Raises:
+            CaptureError: the current stream is being captured.
+        """
         return self._column(SCALE)
 
     @property
@@ -128,19 +133,19 @@ class FP8State:
         check_instance("state", state, Mapping, "a state_dict")
         if state.keys() != {"slots", "history", "calibrated"}:
             raise ArgumentError(f"state has the entries {sorted(state)}; it must have calibrated, history and slots")
-        if self.slots is None:
-            if like is None:
-                raise ArgumentError("like is None, and there was no call that tells the device; pass an array on it")
-            arrays_of(self, like)
-        loaded = []
-        for name, array in (("slots", self.slots), ("history", self.history)):
-            operand, stream = host_access(name, array)
-            values = host_values(f"state[{name!r}]", state[name]).astype(np.float32)
-            check_shape(f"state[{name!r}]", values.shape, operand.shape, "as the recipe has")
-            loaded.append((operand, values, stream))
+        if self.slots is None and like is None:
+            raise ArgumentError("like is None, and there was no call that tells the device; pass an array on it")
+        calibrated, found = np.asarray(state["calibrated"]), dict[str, NDArray[np.float32]]()
+        check_shape("state['calibrated']", calibrated.shape, (len(_TENSORS),), "one for each of x, w and dy")
+        for name, initial in initial_arrays(self.recipe).items():
+            found[name] = host_values(f"state[{name!r}]", state[name]).astype(np.float32)
+            check_shape(f"state[{name!r}]", found[name].shape, initial.shape, "as the recipe has")
+        if not has_types(self.recipe, found["slots"]):
+            raise OperandError(f"state['slots'] has scales of other FP8 types than those of {self.recipe}")
+        held = zip(found.values(), map(host_access, found, arrays_of(self, like)), strict=True)
         self.changes += 1
-        replace_all(loaded)
-        self.calibrated = {int(each) for each in np.flatnonzero(state["calibrated"])}
+        replace_all([(operand, values, stream) for values, (operand, stream) in held])
+        self.calibrated = {int(each) for each in np.flatnonzero(calibrated)}
 
     def _column(self, column: int) -> dict[str, float]:
         if self.slots is None:
@@ -151,9 +156,12 @@ class FP8State:
 def arrays_of(state: FP8State, x: Any) -> tuple[Any, Any]:
     """Slots and history of a state. The first call makes them on the device of x, and waits for the copies."""
     if state.slots is None:
-        device, slots = device_of("x", x), fp8_slots([each.value for each in state.recipe.dtypes])
-        stream, made = 0 if device == HOST else CUPY.current_stream(device), list[Any]()
-        for values in (slots, np.zeros((len(slots), state.recipe.steps), np.float32)):
+        device, made = device_of("x", x), list[Any]()
+        stream = 0 if device == HOST else library_of(x).current_stream(device)
+        if device != HOST and is_captured(stream):
+            found = f"stream {stream:#x} is being captured, and the layer's scales are made in its first call"
+            raise CaptureError(f"{found}; run the layer once before the capture")
+        for values in initial_arrays(state.recipe).values():
             if device == HOST:
                 made.append(host_zeros(values.size, values.dtype).reshape(values.shape))
                 made[-1][...] = values
@@ -162,6 +170,18 @@ def arrays_of(state: FP8State, x: Any) -> tuple[Any, Any]:
                 store(read("the scales", made[-1], stream), values, stream)
         state.slots, state.history = made
     return state.slots, state.history
+
+
+def initial_arrays(recipe: FP8) -> dict[str, NDArray[np.float32]]:
+    """Slots and history of a layer that has not run yet."""
+    slots = fp8_slots([each.value for each in recipe.dtypes])
+    return {"slots": slots, "history": np.zeros((len(slots), recipe.steps), np.float32)}
+
+
+def has_types(recipe: FP8, slots: NDArray[np.float32]) -> bool:
+    """Whether slots (3, 8) are of tensors of a recipe's FP8 types."""
+    own = initial_arrays(recipe)["slots"][:, LARGEST_NUMBER]
+    return np.array_equal(slots[:, LARGEST_NUMBER], own)
 
 
 def must_calibrate(state: FP8State, *rows: int) -> bool:
