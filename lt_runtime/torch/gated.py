@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from lt_runtime.errors import ShapeError
 from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops.gated import gated_bwd, gated_fwd
-from lt_runtime.ops.linear import linear, linear_bwd
+from lt_runtime.ops.linear import linear
 from lt_runtime.problem import Activation, probability
-from lt_runtime.torch.linear import compute_of, masks_of, plain_context
+from lt_runtime.torch.linear import compute_of, masks_of, plain_backward
 from lt_runtime.torch.operators import Needs, Operator, Options
 from lt_runtime.torch.tensors import Tensor, Tensors, check_operands, check_shape, placed
 
@@ -67,10 +65,10 @@ class GatedLayers(Operator):
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""
-        x, _, gate, up, down, _ = saved
-        biases = [x.new_empty(weight.shape[:1]) for need, weight in zip(needs[6:], saved[2:5], strict=True) if need]
-        dx = [x.new_empty(x.shape)] if needs[0] else []
-        return dx + [torch.empty_like(w) for need, w in zip(needs[3:6], (gate, up, down), strict=True) if need] + biases
+        x, _, *weights, _ = saved
+        of_weights = [torch.empty_like(each) if need else None for each, need in zip(weights, needs[3:6], strict=True)]
+        of_biases = [x.new_empty(len(each)) if need else None for each, need in zip(weights, needs[6:], strict=True)]
+        return [x.new_empty(x.shape) if needs[0] else None, None, None, *of_weights, *of_biases]
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`.
@@ -78,19 +76,12 @@ class GatedLayers(Operator):
         The kernel that reads h computes the gated values again, because forward did not keep them. The gradient of h is
         written over h if autograd frees h.
         """
-        gradients = iter(placed(made))
-        dx, _, _, dgate, dup, ddown, *of_biases = [next(gradients) if need else None for need in needs]
-        (dy, *_), (x, key, gate, up, down, h) = placed(dys), placed(saved)
+        dx, _, _, dgate, dup, ddown, *of_biases = placed(made)
+        (dy,), (x, key, gate, up, down, h) = placed(dys), placed(saved)
         activation, p, width = Activation.of(*options[:2]), options[2], gate.shape[0]
         a = linear(dy, down.T, compute=compute_of(dy.dtype))
         context, over_h = GatedContext(h, activation, p, masks_of(p, 0, key)), None if options[-1] else h
         dh = gated_bwd(a, context, remake_y=True, out=over_h)
-        for weight, inputs, dz, outs, adds in (
-            (down, a, dy, (None, ddown, of_biases[2]), False),
-            (gate, x, dh[..., :width], (dx, dgate, of_biases[0]), False),
-            (up, x, dh[..., width:], (dx, dup, of_biases[1]), dx is not None),
-        ):
-            buffers: dict[str, Any] = dict(zip(("out_dx", "out_dw", "out_db"), outs, strict=True))
-            wanted: Any = {f"need_{name[4:]}": each is not None for name, each in buffers.items()}
-            if any(wanted.values()):
-                linear_bwd(dz, plain_context(inputs, weight), accumulate_dx=adds, **buffers, **wanted)
+        plain_backward(dy, a, down, (None, ddown, of_biases[2]))
+        plain_backward(dh[..., :width], x, gate, (dx, dgate, of_biases[0]))
+        plain_backward(dh[..., width:], x, up, (dx, dup, of_biases[1]), accumulate_dx=dx is not None)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lt_runtime.errors import OperandError, ShapeError
-from lt_runtime.ops._linear import BACKWARD, FORWARD, Layer, LinearContext
+from lt_runtime.ops._linear import BACKWARD, FORWARD, Layer
 from lt_runtime.ops.call import perform
 from lt_runtime.ops.first_use import is_tuning
 from lt_runtime.problem import Activation, ComputeName, Philox, Saved, probability
@@ -100,18 +100,13 @@ class LinearLayers(Operator):
     def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
         y, *others = placed(outputs)
-        x, add, key, *parameters = placed(operands)
-        forms = forms_of(*options[:3], add is not None)
+        forms = forms_of(*options[:3], operands[1] is not None)
         last = len(forms) - 1
         outs, kept = [*(others[:last] or [None] * last), y], iter(others[last:])
-        for i, (form, out) in enumerate(zip(forms, outs, strict=True)):
-            z = next(kept, None) if form.saved is Saved.PREACTIVATION else None
-            arrays = x, *parameters[2 * i : 2 * i + 2], out, z, add if i == last else None
-            # A layer that keeps no pre-activation z is planned as for inference: a plan for training could keep a mask
-            # instead of y.
-            chosen = form.activation, 0.01, form.dropout, compute_of(x.dtype), False, z is not None
-            made = perform(FORWARD, arrays, chosen, (masks_of(form.dropout, i, key), None), None)
-            x = made if z is None else made[0]
+        # A layer that keeps no pre-activation z is planned as for inference: a plan for training could keep a mask
+        # instead of y.
+        zs = [next(kept, None) if form.saved is Saved.PREACTIVATION else None for form in forms]
+        _ascend(options[:3], placed(operands), list(zip(outs, zs, strict=True)))
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """See `Operator`: key, the weights, x, the hidden outputs, y, and pre-activations; None for unneeded ones.
@@ -129,24 +124,46 @@ class LinearLayers(Operator):
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""
         weights = saved[1 : 1 + len(options[0])]
-        made = [weights[0].new_empty((*dys[0].shape[:-1], weights[0].shape[1]))] if needs[0] else []
-        for i, weight in enumerate(weights):
-            made += [torch.empty_like(weight)] if needs[3 + 2 * i] else []
-            made += [weight.new_empty(weight.shape[:1])] if needs[4 + 2 * i] else []
+        made = [weights[0].new_empty((*dys[0].shape[:-1], weights[0].shape[1])) if needs[0] else None, None, None]
+        for weight, need_dw, need_db in zip(weights, needs[3::2], needs[4::2], strict=True):
+            made.append(torch.empty_like(weight) if need_dw else None)
+            made.append(weight.new_empty(weight.shape[:1]) if need_db else None)
         return made
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""
-        forms, gradients = forms_of(*options[:3], False), iter(placed(made))
-        count, outs = len(forms), [next(gradients) if need else None for need in (needs[0], *needs[3:])]
-        (dy,), (key, *saved) = placed(dys), placed(saved)
+        forms, (dx, _, _, *others) = forms_of(*options[:3], False), placed(made)
+        count, (dy,), (key, *saved) = len(forms), placed(dys), placed(saved)
         weights, ys, zs, layers, kept = saved[:count], saved[count : 2 * count], saved[2 * count + 1 :], [], []
         name, compute = str(dy.dtype).removeprefix("torch."), compute_of(dy.dtype)
         for form, weight, y, z in zip(forms, weights, saved[count + 1 : 2 * count + 1], zs, strict=True):
             shape, kind = (math.prod(dy.shape[:-1]), *weight.shape), form.saved if z is None else Saved.PREACTIVATION
             layers.append(_make_layer(shape, kind, None, form.activation, form.dropout, compute, name, True))
             kept.append(y if kind is Saved.OUTPUT else z)
-        _descend(dy, ys, weights, kept, layers, key, (needs[0], *needs[3:]), outs)
+        _descend(dy, ys, weights, kept, layers, key, (needs[0], *needs[3:]), (dx, *others))
+
+
+def _ascend(options: Options, operands: Tensors, buffers: Tensors = (), *, trains: bool = False) -> list[Any]:
+    """Runs layers one after another.
+
+    Args:
+        buffers: for each layer, buffers for its output and its pre-activation, each or None; () for new outputs.
+        trains: whether the plan of each layer decides what is kept for backward.
+
+    Returns:
+        For each layer its output; or the pair of output and context if it has a buffer for the pre-activation, and with
+        `trains`.
+    """
+    x, add, key, *parameters = operands
+    made, last, compute = [], len(options[0]) - 1, compute_of(x.dtype)
+    for i, (activation, slope, p) in enumerate(zip(*options, strict=True)):
+        out, z = buffers[i] if buffers else (None, None)
+        arrays = x, parameters[2 * i], parameters[2 * i + 1], out, z, add if i == last else None
+        keeps = trains or z is not None
+        chosen = activation, slope, p, compute, False, keeps
+        made.append(perform(FORWARD, arrays, chosen, (masks_of(p, i, key), None), None))
+        x = made[i][0] if keeps else made[i]
+    return made
 
 
 def _descend(
@@ -197,18 +214,11 @@ class _OnGpu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:
         """y, the output of the last layer."""
-        y, last, compute = as_rows(x), len(options[0]) - 1, compute_of(x.dtype)
-        xs, saved, ctx.layers = [x if last or ctx.needs_input_grad[4] else None], [], []
-        for i, (activation, slope, p) in enumerate(zip(*options, strict=True)):
-            arrays = y, parameters[2 * i], parameters[2 * i + 1], None, None, add if i == last else None
-            chosen = activation, slope, p, compute, False, True
-            y, context = perform(FORWARD, arrays, chosen, (masks_of(p, i, key), None), None)
-            xs.append(y)
-            saved.append(context.saved)
-            ctx.layers.append(context.layer)
-        ctx.is_tuning = is_tuning()
-        ctx.save_for_backward(key, *parameters[::2], *xs[:-1], *saved)
-        return y
+        ys, contexts = zip(*_ascend(options, (as_rows(x), add, key, *parameters), trains=True), strict=True)
+        ctx.layers, ctx.is_tuning = [each.layer for each in contexts], is_tuning()
+        kept_x = x if len(ys) > 1 or ctx.needs_input_grad[4] else None
+        ctx.save_for_backward(key, *parameters[::2], kept_x, *ys[:-1], *[each.saved for each in contexts])
+        return ys[-1]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
@@ -232,11 +242,7 @@ _apply_on_gpu: Final = applied(_OnGpu, "linear")
 
 def _infer(options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:
     """Computes y on a GPU without keeping anything for backward."""
-    x, last, compute = as_rows(x), len(options[0]) - 1, compute_of(x.dtype)
-    for i, (activation, slope, p) in enumerate(zip(*options, strict=True)):
-        arrays = x, *parameters[2 * i : 2 * i + 2], None, None, add if i == last else None
-        x = perform(FORWARD, arrays, (activation, slope, p, compute, False, False), (masks_of(p, i, key), None), None)
-    return x
+    return _ascend(options, (as_rows(x), add, key, *parameters))[-1]
 
 
 def masks_of(p: float, layer: int, key: Any) -> Philox | None:
@@ -250,8 +256,16 @@ def compute_of(dtype: Any) -> ComputeName:
     return "tf32" if is_tf32 else "float32"
 
 
-def plain_context(x: Any, weight: Any) -> LinearContext:
-    """The context of a layer with a bias, without activation and dropout."""
+def plain_backward(dy: Any, x: Any, weight: Any, outs: Tensors, *, accumulate_dx: bool = False) -> None:
+    """Computes gradients of a layer without activation and dropout.
+
+    Args:
+        outs: the buffers of dx, dw and db; None for those that are not wanted.
+        accumulate_dx: whether dx is added to its buffer.
+    """
     shape, dtype = (math.prod(x.shape[:-1]), *weight.shape), str(x.dtype).removeprefix("torch.")
     layer = _make_layer(shape, Saved.NOTHING, None, Activation(), 0.0, compute_of(x.dtype), dtype, True)
-    return LinearContext(layer, x, weight, None, None, None, None)
+    wanted = [each is not None for each in outs]
+    if True in wanted:
+        arrays, options = (dy, x, weight, None, None, *outs, None, None), (layer, None, False, *wanted, False)
+        perform(BACKWARD, arrays, (*options, False, True, accumulate_dx), (None, None), None)

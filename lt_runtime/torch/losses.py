@@ -56,7 +56,7 @@ class CrossEntropy(Operator):
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`. The gradient has padded rows if the logits have them, so that the layer need not copy it."""
-        return [padded_like(saved[0])]
+        return [padded_like(saved[0]), None, None]
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""
@@ -142,16 +142,18 @@ class LinearCrossEntropy(Operator):
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`. Gradients of the operands' type are scaled in place if autograd frees them."""
-        wanted = [each for each, need in zip(saved, needs, strict=False) if need]
         is_half, keeps = options[3], options[-1]
-        dtype = torch.float16 if is_half else None
-        return [torch.empty_like(each, dtype=dtype) for each in wanted] if is_half or keeps else wanted
+        made = [each if need else None for each, need in zip(saved, needs[:3], strict=True)]
+        if is_half or keeps:
+            dtype = torch.float16 if is_half else None
+            made = [each if each is None else torch.empty_like(each, dtype=dtype) for each in made]
+        return [*made, None]
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""
-        wanted = [each for each, need in zip(saved, needs, strict=False) if need]
-        for each, unscaled in zip(made, wanted, strict=True):
-            torch.mul(unscaled, dys[0].reshape(1), out=each)  # PyTorch would round a factor of shape () to 16 bits
+        for each, unscaled in zip(made[:3], saved, strict=True):
+            if each is not None:
+                torch.mul(unscaled, dys[0].reshape(1), out=each)  # PyTorch would round a factor of shape () to 16 bits
 
 
 _CROSS_ENTROPY: Final = CrossEntropy()

@@ -75,7 +75,8 @@ class Norm(Operator):
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""
         x, weight, *_ = saved
-        return [like.new_empty(like.shape) for need, like in zip(needs, (x, x, weight, weight), strict=True) if need]
+        pairs = zip(needs, (x, x, weight, weight), strict=True)
+        return [like.new_empty(like.shape) if need else None for need, like in pairs]
 
     def compute_gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""
@@ -85,7 +86,8 @@ class Norm(Operator):
         context = norm.NormContext(x, weight, mean, rstd, has_bias=needs[3])
         backward = norm.layer_norm_bwd if self.has_mean else norm.rms_norm_bwd
         made = backward(dy, context, add=dsum if needs[0] else None, need_dx=needs[0], need_dweight=needs[2])
-        return as_tensors([each for each in made if each is not None])
+        dx, dweight, dbias = (*made, None)[:3]
+        return as_tensors((dx, None, dweight, dbias))
 
 
 class Dropout(Operator):
@@ -114,8 +116,8 @@ class Dropout(Operator):
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""
-        return self.outputs(dys, options)
+        return [*self.outputs(dys, options), None]
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""
-        self.fill(made, (dys[0], saved[0]), options)
+        self.fill(made[:1], (dys[0], saved[0]), options)

@@ -81,11 +81,15 @@ class Operator(ABC):
         return operands
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
-        """Makes the gradients of the operands that need one, in their order, uninitialised."""
-        return [torch.empty_like(each) for each, need in zip(saved, needs, strict=True) if need]
+        """Makes the gradients of the operands, uninitialised; None for operands that need none."""
+        return [torch.empty_like(each) if need else None for each, need in zip(saved, needs, strict=True)]
 
     def compute_gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
-        """Computes the gradients; `dys` are the gradients of the visible outputs, None for one that is zero."""
+        """Computes the gradients of the operands; None for operands that need none.
+
+        Args:
+            dys: the gradients of the visible outputs, None for one that is zero.
+        """
         made = self.gradients(dys, saved, needs, options)
         self.fill_gradients(made, dys, saved, needs, options)
         return made
@@ -138,7 +142,7 @@ class Operator(ABC):
         return self.outputs(operands, options)
 
     def run_backward(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
-        """Computes the gradients of the operands that need one, without the dispatcher."""
+        """Computes the gradients without the dispatcher; see `compute_gradients`."""
         token = fp64_on_host.set(True)
         try:
             return self.compute_gradients(dys, saved, needs, options)
@@ -149,10 +153,13 @@ class Operator(ABC):
         """The gradients of all operands, None where there is none."""
         asked = [need and i != self.addend for i, need in enumerate(needs)]
         if is_eager((*dys, *saved)):
-            made = iter(self.run_backward(dys, saved, asked, options))
+            made = self.run_backward(dys, saved, asked, options)
         else:
-            made = iter(self._backward([*dys], [*saved], asked, *options[:-1], True))
-        return [next(made) if a else dys[0] if need else None for a, need in zip(asked, needs, strict=True)]
+            found = iter(self._backward([*dys], [*saved], asked, *options[:-1], True))
+            made = [next(found) if each else None for each in asked]
+        if self.addend is not None and needs[self.addend]:
+            made[self.addend] = dys[0]
+        return made
 
     def _traced(self, operands: Tensors, *options: Any) -> list[Tensor]:
         """The function that PyTorch's dispatcher calls for the key Autograd: it records a node in autograd's graph."""
@@ -171,11 +178,15 @@ def _define(schema: str, leading: int, run: Any, make: Any) -> Callable[..., Any
 
     Args:
         leading: the number of arguments before the options, which become one tuple.
-        run: computes the outputs. make: makes them uninitialised, for tracers.
+        run: computes the outputs; those that are None are left out. make: makes them uninitialised, for tracers.
     """
 
     def over_options(function: Any) -> Callable[..., Any]:
-        return lambda *arguments: function(*arguments[:leading], _hashable(arguments[leading:]))
+        def call(*arguments: Any) -> list[Tensor]:
+            made = function(*arguments[:leading], _hashable(arguments[leading:]))
+            return [each for each in made if each is not None]
+
+        return call
 
     name = schema.partition("(")[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -222,29 +233,17 @@ def applied(function: Any, name: str) -> Callable[..., Any]:
     return apply
 
 
-class _Thread(threading.local):
-    """Whether autograd has started the thread that reads the attribute.
-
-    Python calls a thread that it did not start "Dummy-1" and so on. The new name tells the package that the thread
-    synchronises only in backward passes, so that repeated calls may become graphs.
-    """
-
-    def __init__(self) -> None:
-        thread = threading.current_thread()
-        self.is_autograds = thread.name.startswith("Dummy-")
-        if self.is_autograds:
-            thread.name = AUTOGRAD_THREAD
-
-
-_thread: Final = _Thread()
-
-
 def begin_backward(name: str, ctx: Any) -> None:
     """Prepares a thread that autograd has started; raises `SecondDerivativeError` if autograd records this backward.
 
-    The thread is within `lt.tuning()` if the forward pass was, as `ctx.is_tuning` says.
+    Python calls a thread that it did not start "Dummy-1" and so on. The new name tells the package that the thread
+    synchronises only in backward passes, so that repeated calls may become graphs. The thread is within `lt.tuning()`
+    if the forward pass was, as `ctx.is_tuning` says.
     """
-    if _thread.is_autograds:
+    thread = threading.current_thread()
+    if thread.name.startswith("Dummy-"):
+        thread.name = AUTOGRAD_THREAD
+    if thread.name == AUTOGRAD_THREAD:
         asked_for.set(ctx.is_tuning)
     if torch.is_grad_enabled():
         raise SecondDerivativeError(

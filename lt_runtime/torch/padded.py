@@ -7,12 +7,12 @@ layer writes into padded rows, the loss writes its gradient into padded rows, an
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from lt_runtime.ops.linear import linear, linear_bwd
-from lt_runtime.torch.linear import LinearLayers, compute_of, plain_context
+from lt_runtime.ops.linear import linear
+from lt_runtime.torch.linear import LinearLayers, compute_of, plain_backward
 from lt_runtime.torch.operators import Needs, Operator, Options
 from lt_runtime.torch.tensors import Tensor, Tensors, placed
 
@@ -46,25 +46,19 @@ class PaddedLinear(LinearLayers):
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`. The gradients of weight and bias are the first rows of larger tensors."""
         (x, weight), larger = saved, columns_of(len(saved[1]))
-        made = [torch.empty_like(x)] if needs[0] else []
-        shapes = (larger, weight.shape[1]), (larger,)
-        return made + [
-            weight.new_empty(shape)[: len(weight)] for shape, need in zip(shapes, needs[3:], strict=True) if need
-        ]
+        dx, shapes = torch.empty_like(x) if needs[0] else None, ((larger, weight.shape[1]), (larger,))
+        pairs = zip(shapes, needs[3:], strict=True)
+        return [dx, None, None, *[weight.new_empty(shape)[: len(weight)] if need else None for shape, need in pairs]]
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""
-        gradients, wanted = iter(made), (needs[0], *needs[3:])
-        dx, *others = [next(gradients) if need else None for need in wanted]
+        dx, _, _, *others = made
         larger = [
             each if each is None else each.as_strided((columns_of(len(each)), *each.shape[1:]), each.stride())
             for each in others
         ]
         dy, x, weight, *outs = placed((_with_zeros(dys[0]), saved[0], whole_rows(saved[1]), dx, *larger))
-        names = "dx", "dw", "db"
-        chosen: dict[str, Any] = {f"need_{name}": need for name, need in zip(names, wanted, strict=True)}
-        buffers: dict[str, Any] = {f"out_{name}": out for name, out in zip(names, outs, strict=True)}
-        linear_bwd(dy, plain_context(x, weight), **chosen, **buffers)
+        plain_backward(dy, x, weight, outs)
 
 
 def is_ragged(x: Tensor, weight: Tensor) -> bool:
