@@ -28,16 +28,16 @@ def check_type(operand: Operand, dtype: str) -> None:
         raise DTypeError(f"{operand.name} is {operand.dtype}; it must be {dtype}")
 
 
-def check_one_float32(operand: Operand) -> None:
-    """Raises `DTypeError` or `ShapeError` unless the operand is one FP32 number."""
-    check_type(operand, "float32")
+def check_one_float32(operand: Operand, dtype: str = "float32") -> None:
+    """Raises `DTypeError` or `ShapeError` unless the operand is one FP32 number, or one of another given type."""
+    check_type(operand, dtype)
     if operand.shape not in ((), (1,)):
         raise ShapeError(f"{operand.name} has shape {operand.shape}; accepted are () and (1,)")
 
 
-def check_weights(operand: Operand, shape: tuple[int, ...], why: str) -> None:
-    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless the operand is FP32, of this shape, and contiguous."""
-    check_type(operand, "float32")
+def check_weights(operand: Operand, shape: tuple[int, ...], why: str, dtype: str = "float32") -> None:
+    """Raises `DTypeError`, `ShapeError` or `LayoutError` unless the operand has this type and shape, and no gaps."""
+    check_type(operand, dtype)
     check_shape(operand.name, operand.shape, shape, why)
     operand.check_packed()
 

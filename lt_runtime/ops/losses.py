@@ -105,17 +105,18 @@ class LossOperation(PassOperation):
         """See `Operation`."""
         scores, target, scale, gradient, loss, _, *weights = operands
         dtype, layout = scores.element_type(), scores.layout
+        exact = "float64" if dtype is DType.FLOAT64 else "float32"
         axes = (scores.shape[:-1], "row"), (scores.shape[-1:], "column")
         for each, (shape, what) in zip(weights, axes, strict=False):
             if each is not None:
-                check_weights(each, shape, f"one a {what} of {scores.name}")
+                check_weights(each, shape, f"one a {what} of {scores.name}", exact)
         of_target = self.read_target(scores, target, [each is not None for each in weights], *options)
         if scale is not None:
-            check_one_float32(scale)
+            check_one_float32(scale, exact)
         new: dict[int, New] = {}
         wanted = self.needs_gradient(*options)
         gradient_layout = result_spec(_GRADIENT, gradient, scores.shape, scores, new).layout if wanted else None
-        result_spec(_LOSS, loss, (), scores, new, DType.FLOAT32)
+        result_spec(_LOSS, loss, (), scores, new, DType(exact))
         problem = (dtype, layout, gradient_layout, *of_target) if layout.size else None
         written = (_GRADIENT, _LOSS, _TALLY) if wanted else (_LOSS, _TALLY)
         return Request(problem, written, new, options, same=((0, _GRADIENT),))

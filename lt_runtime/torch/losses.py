@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any, Final
 
-import numpy as np
 import torch
 
-from lt_runtime import reference
 from lt_runtime.arguments import integer, number, shown
 from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from lt_runtime.ops.linear import linear
@@ -18,9 +16,10 @@ from lt_runtime.torch.functional import LINEAR, PLAIN, cast
 from lt_runtime.torch.linear import compute_of
 from lt_runtime.torch.operators import Needs, Operator, Options
 from lt_runtime.torch.padded import columns_of, padded_like, whole_rows
-from lt_runtime.torch.tensors import Tensor, Tensors, as_numpy, as_rows, check_operands, check_shape, placed, store
+from lt_runtime.torch.tensors import Tensor, Tensors, check_operands, check_shape, placed
 
 _REDUCTIONS: Final = ("mean", "sum")
+_TENSORS: Final = "out_gradient", "out_loss", "grad_scale", "class_weights", "row_weights"
 _CHUNK_BYTES: Final = 1 << 28
 _CHUNK_ROWS: Final = 128
 """The number of rows of a chunk of logits is a multiple of 128, the height of cuBLASLt's tiles."""
@@ -65,8 +64,8 @@ class CrossEntropy(Operator):
 
     def _run(self, loss: Tensor, gradient: Tensor, operands: Tensors, options: Options, scale: Tensor = None) -> None:
         logits, labels, weight = operands
-        more = {"ignore_index": options[0], "label_smoothing": options[1], "class_weights": weight}
-        _evaluate(as_rows(logits), labels.contiguous(), gradient, loss, scale, **more)
+        arrays = logits, labels, gradient, loss, scale, weight
+        _evaluate(arrays, ignore_index=options[0], label_smoothing=options[1])
 
 
 class LinearCrossEntropy(Operator):
@@ -123,7 +122,8 @@ class LinearCrossEntropy(Operator):
             linear(row, matrix, vector, compute=compute_of(x.dtype), out=out)
             row_weights = weights[part] * len(z)  # `lt.cross_entropy` divides by the number of rows that it gets
             own = z[:, :classes]
-            _evaluate(own, labels[part], own, losses[i], label_smoothing=smoothing, row_weights=row_weights)
+            arrays = own, labels[part], own, losses[i], None, None, row_weights
+            _evaluate(arrays, ignore_index=None, label_smoothing=smoothing)
             if dx is not None:
                 _multiply(z, weight, dx[part])
             if dw is not None:
@@ -196,7 +196,10 @@ def cross_entropy(
         rows = (*input.shape[:axis], *input.shape[axis + 1 :])
         check_shape("target", target, rows, f"as input has shape {tuple(input.shape)}")
         logits, target = input.movedim(axis, -1).reshape(-1, input.shape[axis]), target.reshape(-1)
-    weight = None if weight is None else weight.to(_loss_type(input))
+    if weight is not None:
+        if weight.requires_grad and torch.is_grad_enabled():
+            raise ArgumentError("weight requires a gradient, which this loss does not have; give weight.detach()")
+        weight = weight.to(_loss_type(input))
     loss = _CROSS_ENTROPY((logits, target, weight), options)
     return loss if reduction == "mean" else _sum_of_mean(loss, target, weight, ignore_index)
 
@@ -291,27 +294,16 @@ def _rows_of_chunk(rows: int, classes: int, x: Tensor) -> int:
     return max(1, -(-rows // (chunks * _CHUNK_ROWS))) * _CHUNK_ROWS
 
 
-def _evaluate(logits: Tensor, labels: Tensor, gradient: Tensor, loss: Tensor, scale: Any = None, **more: Any) -> None:
-    """Writes the mean loss and, if it is not None, the gradient times `scale`.
+def _evaluate(tensors: Tensors, **options: Any) -> None:
+    """Writes the mean loss and, if it has a buffer, the gradient.
 
     Args:
-        more: options of `lt.cross_entropy`.
+        tensors: logits, labels, and the arguments of `lt.cross_entropy` that `_TENSORS` names, in this order.
+        options: further arguments of `lt.cross_entropy`.
     """
-    if logits.is_cuda:
-        options: dict[str, Any] = {"ignore_index": None, "need_gradient": gradient is not None, **more}
-        loss_of(logits, labels, grad_scale=scale, out_gradient=gradient, out_loss=loss, **options)
-        return
-    # The default of `ignore_index` here, 0, excepts no label, because class 0 is in range.
-    classes, ignored = logits.shape[-1], more.get("ignore_index", 0)
-    wrong = labels[((labels < 0) | (labels >= classes)) & (labels != ignored)]
-    if wrong.numel():
-        raise ArgumentError(f"a label is {int(wrong[0])}; accepted are 0 to {classes - 1}, or ignore_index")
-    more = {name: as_numpy(each) if isinstance(each, torch.Tensor) else each for name, each in more.items()}
-    with np.errstate(all="ignore"):  # as on a GPU, overflow and NaN cause no warnings
-        value, exact = reference.cross_entropy(as_numpy(logits), as_numpy(labels), **more)
-        if gradient is not None:
-            store(gradient, exact * (1.0 if scale is None else float(scale)))
-    loss.fill_(value)
+    logits, labels, *others = placed(tensors)
+    options |= zip(_TENSORS, others, strict=False)
+    loss_of(logits, labels, need_gradient=others[0] is not None, **options)
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:

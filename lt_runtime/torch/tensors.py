@@ -99,9 +99,3 @@ def placed(tensors: Tensors) -> list[Any]:
 def _placed(tensor: Tensor) -> Any:
     rows = as_rows(tensor)
     return rows if rows.is_cuda else as_numpy(rows)
-
-
-def store(tensor: Tensor, exact: Any) -> None:
-    """Writes float64 values into a tensor on the CPU, rounded to its type."""
-    memory = as_numpy(tensor)
-    memory[...] = exact.reshape(memory.shape).astype(memory.dtype)
