@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Literal, TypeAlias
 
 import numpy as np
@@ -23,7 +22,7 @@ from lt_runtime.ops.fp8.linear import LinearCall, applies_prologue, forward_of_s
 from lt_runtime.ops.fp8.state import FP8State
 from lt_runtime.ops.gated import gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear_bwd
-from lt_runtime.problem import Activation
+from lt_runtime.problem import Activation, Philox
 from lt_runtime.torch import fp8_steps
 from lt_runtime.torch.functional import GATED, LINEAR, cast, draw_key, gated_block, linear_layers
 from lt_runtime.torch.linear import masks_of, scratch
@@ -67,33 +66,30 @@ def chain(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Option
     return linear_layers(x, parameters, options, add)
 
 
-def _run_parts(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
-    operands = cast((x, add, *parameters))
-    if not _trains(*operands):
+@torch._disable_dynamo  # type: ignore[untyped-decorator]
+def _in_parts(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
+    """Runs the consecutive layers that are in FP8 at once, and those that are not.
+
+    It is hidden from torch.compile, which cannot trace it: FP8 scales are no operands of an operator.
+    """
+    x, add, *parameters = cast((x, add, *parameters))
+    if not _trains(x, add, *parameters):
         return linear_layers(x, parameters, options, add)
-    x8, _, *cast_parameters = operands
-    states = [vars(each).get("scales") for each in layers]
-    _set_needs(states, x8.requires_grad, cast_parameters)
+    states, weights, biases = [vars(each).get("scales") for each in layers], parameters[::2], parameters[1::2]
+    _set_needs(states, x.requires_grad, parameters)
     fp8_steps.layers.update([each for each, state in zip(layers, states, strict=True) if state is not None])
-    weights, biases = cast_parameters[::2], cast_parameters[1::2]
     forms = zip(states, weights, biases, *options[:2], strict=True)
-    _choose(x8, [_candidate(state, weight, bias, Activation.of(*form)) for state, weight, bias, *form in forms])
+    _choose(x, [_candidate(state, weight, bias, Activation.of(*form)) for state, weight, bias, *form in forms])
     end = 0
     for is_fp8, group in itertools.groupby(states, _is_in_fp8):
         start, end = end, end + len([*group])
-        part, of_part = slice(start, end), slice(2 * start, 2 * end)
+        part, of_part = slice(start, end), parameters[2 * start : 2 * end]
         chosen, addend = tuple(each[part] for each in options), add if end == len(layers) else None
         if is_fp8:
-            x, addend = cast((x, addend))
-            given = x, addend, draw_key(x) if any(chosen[2]) else None, *cast_parameters[of_part]
-            x = _call(_linear, LINEAR, layers[part], chosen, given)
+            x = _call(_linear, LINEAR, layers[part], chosen, (x, addend, draw_key(x, chosen[2]), *of_part))
         else:
-            x = linear_layers(x, parameters[of_part], chosen, addend)
+            x = linear_layers(x, of_part, chosen, addend)
     return x
-
-
-_in_parts: Final[Callable[..., Tensor]] = torch._disable_dynamo(_run_parts)
-"""`_run_parts` hidden from torch.compile, which cannot trace it: FP8 scales are no operands of an operator."""
 
 
 def _set_needs(states: Sequence[FP8State | None], needs_dx: bool, parameters: Tensors) -> None:
@@ -110,7 +106,7 @@ def _candidate(state: FP8State | None, weight: Tensor, bias: Tensor, activation:
 
 
 def _choose(x: Tensor, layers: Sequence[Candidate]) -> None:
-    with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+    with torch.cuda.device_of(x):
         choose(placed([x])[0], layers)
 
 
@@ -130,24 +126,21 @@ def gated_layers(layers: Sequence[Any], x: Tensor, parameters: Tensors, options:
     return _gated_at_once(layers, x, parameters, options, add)
 
 
-def _run_gated(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
-    x8, add8, *cast_parameters = cast((x, add, *parameters))
-    gate, _, down, *_ = cast_parameters
-    if not (_trains(x8, add8, *cast_parameters) and fits(x8, gate) and fits(gate, down)):
+@torch._disable_dynamo  # type: ignore[untyped-decorator]
+def _gated_at_once(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
+    x, add, *parameters = cast((x, add, *parameters))
+    weights, biases = parameters[:3], parameters[3:]
+    if not (_trains(x, add, *parameters) and fits(x, weights[0]) and fits(weights[0], weights[2])):
         return gated_block(x, parameters, options, add)
     fp8_steps.layers.update(layers)
-    for each, weight, source in zip(layers, cast_parameters, (x8, x8, None), strict=False):
-        each.scales.needs_dx, each.scales.needs_dw = source is None or source.requires_grad, weight.requires_grad
-    for each, weight, bias in zip(layers, cast_parameters[:3], cast_parameters[3:], strict=True):
+    needs_dx = x.requires_grad, x.requires_grad, True
+    for each, weight, bias, needed in zip(layers, weights, biases, needs_dx, strict=True):
+        each.scales.needs_dx, each.scales.needs_dw = needed, weight.requires_grad
         # The choice of the precision depends on the number of rows, which x and the hidden values have in common.
-        _choose(x8, [_candidate(each.scales, weight, bias, Activation())])
+        _choose(x, [_candidate(each.scales, weight, bias, Activation())])
     if not any(_is_in_fp8(each.scales) for each in layers):
         return gated_block(x, parameters, options, add)
-    given = x8, add8, draw_key(x) if options[2] else None, *cast_parameters
-    return _call(_gated, GATED, layers, options, given)
-
-
-_gated_at_once: Final[Callable[..., Tensor]] = torch._disable_dynamo(_run_gated)
+    return _call(_gated, GATED, layers, options, (x, add, draw_key(x, options[2:]), *parameters))
 
 
 def _trains(*operands: Tensor) -> bool:
@@ -160,7 +153,7 @@ def _call(function: Any, of: Operator, layers: Sequence[Any], options: Options, 
     x, _, _, weight, *_ = operands
     weights = operands[3:6] if of is GATED else operands[3::2]
     try:
-        with torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext():
+        with torch.cuda.device_of(x):
             for each in layers:
                 _follow(each.scales, weight)
             fp8_steps.read_copies(layers, weights)
@@ -174,14 +167,14 @@ def _call(function: Any, of: Operator, layers: Sequence[Any], options: Options, 
             each.scales.copies = None
 
 
-Record: TypeAlias = tuple[Layer, FP8State, bool]
+Record: TypeAlias = tuple[Layer, FP8State | None, Philox | None, bool]
 """A record of a layer's call for backward, without the tensors; the bool says whether the weight is contiguous."""
 
 
-def _record(made: LinearContext, state: FP8State, weight: Tensor) -> tuple[Record, list[Tensor]]:
-    """The record and the tensors for a layer's backward."""
-    kept = as_tensors((made.x, made.w, made.cast_slots, made.saved))
-    return (made.layer, state, weight.is_contiguous()), kept
+def _keep(records: list[Record], kept: list[Tensor], made: LinearContext, weight: Tensor) -> None:
+    """Appends the record and the tensors for a layer's backward."""
+    records.append((made.layer, made.state, made.rng, weight.is_contiguous()))
+    kept += as_tensors((made.x, made.w, made.cast_slots, made.saved))
 
 
 def _share_x(gate: FP8State, up: FP8State) -> bool:
@@ -190,23 +183,16 @@ def _share_x(gate: FP8State, up: FP8State) -> bool:
     return is_possible and (gate.needs_dw or not up.needs_dw)
 
 
-def _backward(
-    dy: Any, record: Record, kept: Sequence[Any], key: Any, needs: Needs, *, number: int = 0, **options: Any
-) -> Sequence[Any]:
-    """The gradients of x, weight and bias, None for unneeded ones; `dy` and `kept` must come from `placed`.
-
-    Args:
-        number: the number of the layer's dropout mask.
-    """
+def _backward(dy: Any, record: Record, kept: Sequence[Any], needs: Needs, **options: Any) -> Any:
+    """The gradients of x, weight and bias, None for unneeded ones; `dy` and `kept` must come from `placed`."""
     if True not in needs:
         return None, None, None
-    (x8, w8, slots, saved), (layer, scales, is_contiguous) = kept, record
-    state = None if slots is None else scales  # forward kept no scales (slots) if it ran in the layer's own type
-    context = LinearContext(layer, x8, w8, saved, None, masks_of(layer.dropout, number, key), None, state, slots)
-    if needs[1] and not is_contiguous:
-        options["out_dw"] = scratch(dy, layer.shape[:0:-1]).T
+    (x8, w8, slots, saved), (layer, state, rng, is_contiguous) = kept, record
+    context = LinearContext(layer, x8, w8, saved, None, rng, None, state, slots)
     need_dx, need_dw, need_db = needs
-    return [*linear_bwd(dy, context, need_dx=need_dx, need_dw=need_dw, need_db=need_db, **options)]
+    if need_dw and not is_contiguous:
+        options["out_dw"] = scratch(dy, layer.shape[:0:-1]).T
+    return linear_bwd(dy, context, need_dx=need_dx, need_dw=need_dw, need_db=need_db, **options)
 
 
 class _Fp8Layers(torch.autograd.Function):
@@ -215,16 +201,12 @@ class _Fp8Layers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *given: Tensor) -> Tensor:
         """y (..., N)."""
-        (y, addend, keys), ctx.records, kept = placed((x, add, key)), [], [key]
-        below, last = None, len(states) - 1
-        for i, (state, *form) in enumerate(zip(states, *options, strict=True)):
-            following = None if i == last else states[i + 1]
-            arrays = y, *placed(given[2 * i : 2 * i + 2]), None, None, addend if i == last else None
+        (y, addend, keys), ctx.records, kept, below = placed((x, add, key)), [], list[Tensor](), None
+        for i, (state, following, *form) in enumerate(zip(states, [*states[1:], None], *options, strict=True)):
+            arrays = y, *placed(given[2 * i : 2 * i + 2]), None, None, addend if following is None else None
             call = LinearCall(arrays, (*form, *_COMMON), masks_of(form[-1], i, keys), None)
             y, made, below = forward_of_several(state, following, call, below)
-            record, saved = _record(made, state, given[2 * i])
-            ctx.records.append(record)
-            kept += saved
+            _keep(ctx.records, kept, made, given[2 * i])
         ctx.is_tuning = is_tuning()
         ctx.save_for_backward(*kept)
         return as_tensor(y)
@@ -234,12 +216,12 @@ class _Fp8Layers(torch.autograd.Function):
         """The gradients of x, `add`, weights and biases."""
         begin_backward("linear", ctx)
         _, _, of_x, of_add, _, *needs = ctx.needs_input_grad
-        dx, key, *kept = placed([dy, *ctx.saved_tensors])
+        dx, *kept = placed([dy, *ctx.saved_tensors])
         found: list[Any] = [None] * len(needs)
         for i in range(len(ctx.records) - 1, -1, -1):
             at = 2 * i
             wanted = of_x or True in needs[:at], *needs[at : at + 2]
-            dx, *found[at : at + 2] = _backward(dx, ctx.records[i], kept[4 * i : 4 * i + 4], key, wanted, number=i)
+            dx, *found[at : at + 2] = _backward(dx, ctx.records[i], kept[4 * i : 4 * i + 4], wanted)
             if dx is None:
                 break
         return None, None, *as_tensors([dx]), dy if of_add else None, None, *as_tensors(found)
@@ -251,34 +233,30 @@ class _Fp8Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scales: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *given: Tensor) -> Tensor:
         """y (..., N)."""
-        (gate, up, down, *biases), (activation, slope, p) = given, options
-        width = gate.shape[0]
+        (gate, up, down, *biases), (activation, slope, p), width = given, options, len(given[0])
         x, add, keys, h = placed((x, add, key, x.new_empty((*x.shape[:-1], 2 * width))))
-        ctx.records, kept = [], [key, as_tensor(h)]
+        ctx.records, kept, ctx.masks = [], [as_tensor(h)], masks_of(p, 0, keys)
         common, shares, source = ((*_PLAIN, *_COMMON), None, None), _share_x(*scales[:2]), None
         for state, weight, bias, out in zip(scales, (gate, up), biases, (h[..., :width], h[..., width:]), strict=False):
             arrays = x, *placed((weight, bias)), out, None, None
             call = LinearCall(arrays, *common, keeps_x8=shares and source is None, same_x=source)
             _, made, _ = forward_of_several(state, None, call)
             source = made if shares else None
-            record, saved = _record(made, state, weight)
-            ctx.records.append(record)
-            kept += saved
+            _keep(ctx.records, kept, made, weight)
         del source, made  # frees x in FP8, which nothing reads any more
-        masks, below, a = masks_of(p, 0, keys), None, h
+        below, a = None, h
         if applies_prologue(scales[2], h):
-            below = GatedContext(h, Activation.of(activation, slope), p, masks)
+            below = GatedContext(h, Activation.of(activation, slope), p, ctx.masks)
         else:
-            a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=masks)
+            a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=ctx.masks)
         arrays = a, *placed((down, biases[2])), None, None, add
         y, made, _ = forward_of_several(scales[2], None, LinearCall(arrays, *common), below)
-        record, saved = _record(made, scales[2], down)
-        ctx.records.append(record)
+        _keep(ctx.records, kept, made, down)
         # A cast to FP8 computes no bias gradient, and serves only weights that are contiguous.
         is_plain = biases[0] is None and biases[1] is None and gate.is_contiguous() and up.is_contiguous()
         ctx.casts = is_plain and casts_gate(h, *scales[:2])
         ctx.options, ctx.is_tuning = options, is_tuning()
-        ctx.save_for_backward(*kept, *saved)
+        ctx.save_for_backward(*kept)
         return as_tensor(y)
 
     @staticmethod
@@ -286,18 +264,18 @@ class _Fp8Gated(torch.autograd.Function):
         """The gradients of x, `add`, the weights and the biases."""
         begin_backward("gated", ctx)
         _, _, of_x, of_add, _, *needs = ctx.needs_input_grad
-        like, key, h, *kept = placed([dy, *ctx.saved_tensors])
+        like, h, *kept = placed([dy, *ctx.saved_tensors])
         (activation, slope, p), (gate, up, down) = ctx.options, ctx.records
         of_hidden = of_x or True in (*needs[:2], *needs[3:5])
-        da, ddown, ddown_bias = _backward(like, down, kept[8:], key, (of_hidden, needs[2], needs[5]))
+        da, ddown, ddown_bias = _backward(like, down, kept[8:], (of_hidden, needs[2], needs[5]))
         dx = dgate = dgate_bias = dup = dup_bias = None
         if of_hidden:
-            context = GatedContext(h, Activation.of(activation, slope), p, masks_of(p, 0, key))
+            context = GatedContext(h, Activation.of(activation, slope), p, ctx.masks)
             cast = gated_bwd_in_fp8(da, context, gate[1], up[1]) if ctx.casts else None
             of_gate, of_up = halves(gated_bwd(da, context) if cast is None else cast, h.shape[-1] // 2)
-            dx, dgate, dgate_bias = _backward(of_gate, gate, kept[:4], key, (of_x, needs[0], needs[3]))
+            dx, dgate, dgate_bias = _backward(of_gate, gate, kept[:4], (of_x, needs[0], needs[3]))
             adds: Any = {"out_dx": dx, "accumulate_dx": True} if of_x else {}
-            _, dup, dup_bias = _backward(of_up, up, kept[4:8], key, (of_x, needs[1], needs[4]), **adds)
+            _, dup, dup_bias = _backward(of_up, up, kept[4:8], (of_x, needs[1], needs[4]), **adds)
         dx, *of_layers = as_tensors((dx, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias))
         return None, None, dx, dy if of_add else None, None, *of_layers
 

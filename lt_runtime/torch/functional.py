@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -79,7 +80,7 @@ def linear_layers(x: Tensor, parameters: Tensors, options: Options, add: Tensor 
         parameters: the weight and the bias (None without one) of each layer.
         options: activations, slopes of leaky ReLU, and probabilities of dropout: a tuple of each, one a layer.
     """
-    key = draw_key(x) if any(options[2]) else None
+    key = draw_key(x, options[2])
     if x.dim() == 1:
         return linear_layers(x[None], parameters, options, None if add is None else add[None])[0]
     operator = _PADDED if add is None and options == PLAIN and is_ragged(x, parameters[0]) else LINEAR
@@ -122,7 +123,7 @@ def gated_block(x: Tensor, parameters: Tensors, options: Options, add: Tensor = 
     Args:
         parameters: the three weights, then the three biases.
     """
-    return GATED(cast((x, add, draw_key(x) if options[2] else None, *parameters)), options)
+    return GATED(cast((x, add, draw_key(x, options[2:]), *parameters)), options)
 
 
 def dropout(x: Tensor, p: float = 0.5, *, training: bool = True) -> Tensor:
@@ -137,7 +138,7 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True) -> Tensor:
         OperandError, ArgumentError, SecondDerivativeError: as `linear`.
     """
     probability("p", p)
-    return _DROPOUT((x, draw_key(x)), (p,)) if training and p else x
+    return _DROPOUT((x, draw_key(x, (p,))), (p,)) if training and p else x
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor = None, *, eps: float = 1e-5, add: Tensor = None) -> Any:
@@ -175,8 +176,10 @@ def _named(activation: Any, negative_slope: float) -> tuple[Any, float]:
     return activation, negative_slope
 
 
-def draw_key(like: Tensor) -> Tensor:
-    """Draws 32 random bits from PyTorch's generator, which serve as the key of dropout masks."""
+def draw_key(like: Tensor, dropouts: Sequence[float]) -> Tensor:
+    """Draws 32 random bits from PyTorch's generator, the key of dropout masks; None if all probabilities are 0."""
+    if not any(dropouts):
+        return None
     return torch.randint(-(2**31), 2**31, (1,), dtype=torch.int32, device=like.device)
 
 
