@@ -10,7 +10,7 @@ import threading
 import traceback
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -193,8 +193,7 @@ class CapturedStep:
         return results
 
     def _launch(self, shape: _Shape) -> Any:
-        self._optimizers.check_numbers()
-        self._optimizers.apply_settings()
+        self._optimizers.prepare()
         shape.graph.replay()
         results = self._results(shape.outputs)
         for each in shape.schedules:
@@ -203,8 +202,7 @@ class CapturedStep:
 
     def _capture(self, shape: _Shape, arguments: Any) -> None:
         graph, schedules = torch.cuda.CUDAGraph(), list[Callable[[], Any]]()
-        self._optimizers.note_numbers()
-        self._optimizers.apply_settings()
+        self._optimizers.prepare()
         # Graphs share a memory pool, because only one runs at a time. A pool whose graphs were all freed is unusable.
         pool = next((each.graph.pool() for each in self._shapes.values() if each.graph is not None), None)
         # In the mode "thread_local" other threads, such as those of a DataLoader, may allocate memory during the
@@ -312,24 +310,20 @@ class _Optimizers:
         """The optimizers whose `apply_settings` is called before each launch."""
         return [each for each in self._found if hasattr(each, "apply_settings")]
 
-    def apply_settings(self) -> None:
-        """Writes changed options of optimizers that have `apply_settings` to the GPU."""
-        for each in self.followed:
-            each.apply_settings()
+    def prepare(self) -> None:
+        """Prepares a capture or a launch: writes changed options of optimizers that have `apply_settings` to the GPU.
 
-    def note_numbers(self) -> None:
-        """Notes the options that the first graph holds as numbers; later graphs must hold the same numbers."""
-        if self.numbers:
-            return
-        for optimizer in self._found:
-            fixed = {*optimizer.defaults, "max_norm"} - (_FOLLOWED if hasattr(optimizer, "apply_settings") else set())
-            for i, group in enumerate(optimizer.param_groups):
-                for name in fixed:
-                    if not isinstance(group.get(name), torch.Tensor):
-                        self.numbers[optimizer, i, name] = group.get(name)
-
-    def check_numbers(self) -> None:
-        """Raises `ArgumentError` if an option that the graphs hold as a number was changed."""
+        Raises:
+            ArgumentError: an option that the graphs hold as a number was changed since the first capture.
+        """
+        if not self.numbers:
+            self.numbers = {
+                (optimizer, i, name): group.get(name)
+                for optimizer in self._found
+                for i, group in enumerate(optimizer.param_groups)
+                for name in {*optimizer.defaults, "max_norm"} - (_FOLLOWED if optimizer in self.followed else set())
+                if not isinstance(group.get(name), torch.Tensor)
+            }
         for (optimizer, i, name), old in self.numbers.items():
             new = optimizer.param_groups[i].get(name)
             if new is not old and (isinstance(new, torch.Tensor) or new != old):
@@ -338,39 +332,42 @@ class _Optimizers:
                     f"{found}, which a graph holds as a number; make it a tensor on the GPU, use "
                     "lt_runtime.torch.AdamW, or call forget() after the change"
                 )
+        for each in self.followed:
+            each.apply_settings()
 
 
 @contextlib.contextmanager
-def _schedules_noted(schedules: list[Callable[[], Any]]) -> Iterator[None]:
+def _exchanged(owners: Iterable[Any], name: str, made: Callable[[Any], Any]) -> Iterator[None]:
+    """Within a `with` block, the attribute `name` of each owner is what `made` returns for its former value."""
+    with contextlib.ExitStack() as restored:
+        for owner in owners:
+            former = getattr(owner, name)
+            restored.callback(setattr, owner, name, former)
+            setattr(owner, name, made(former))
+        yield
+
+
+def _schedules_noted(schedules: list[Callable[[], Any]]) -> contextlib.AbstractContextManager[None]:
     """Within a `with` block, calls of learning-rate schedulers' `step` are put into a list instead of being made."""
 
     def noting(original: Callable[..., Any]) -> Callable[..., None]:
         return lambda *arguments, **more: schedules.append(lambda: original(*arguments, **more))
 
-    with contextlib.ExitStack() as restored:
-        kinds = [LRScheduler]
-        for kind in kinds:
-            kinds += kind.__subclasses__()
-            if "step" in vars(kind):
-                restored.callback(setattr, kind, "step", kind.step)
-                kind.step = noting(kind.step)
-        yield
+    kinds = [LRScheduler]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return _exchanged([kind for kind in kinds if "step" in vars(kind)], "step", noting)
 
 
-@contextlib.contextmanager
-def _no_needless_masks() -> Iterator[None]:
+def _no_needless_masks() -> contextlib.AbstractContextManager[None]:
     """Within a `with` block, models of transformers make no attention mask where they are given none.
 
     In a capture, transformers 5.17 and older make a mask, with which PyTorch's attention may compute in FP32: a
     captured step of ViT-L takes twice as long. Warm-up calls run within the block too: torch.compile guards the
     identity of the replaced function, and would compile anew in the capture.
     """
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    with contextlib.ExitStack() as restored:
-        if masks is not None:
-            restored.callback(setattr, masks, "is_tracing", masks.is_tracing)
-            masks.is_tracing = _tracing_of(masks.is_tracing)
-        yield
+    masks = sys.modules.get("transformers.masking_utils")
+    return _exchanged([] if masks is None else [masks], "is_tracing", _tracing_of)
 
 
 @functools.cache

@@ -259,8 +259,7 @@ class GpuStep(HostStep):
 
     def __init__(self, buckets: list[Bucket], options: Options, tiles: Tiles) -> None:
         super().__init__(buckets, options, tiles)
-        self.tiles = tiles
-        self._like = buckets[0].words
+        self.tiles, self._like = tiles, buckets[0].words
         self._device = self._like.device.index or 0
         # For each launch: the bucket, the parameters of it that are updated, and whether they are also written in FP8.
         self._updates, self._tables = list[tuple[Bucket, list[Tensor], bool]](), list[NDArray[Any]]()
@@ -273,8 +272,8 @@ class GpuStep(HostStep):
                 table = kernels.fp8_table(tiled) if in_fp8 else kernels.update_table(rows, bucket.first, tiled)
                 self._tables.append(table)
         self._norms: list[tuple[Tensor, Launches]] = []
-        self._uploaded: dict[Any, list[Tensor]] = {}
-        self._places: dict[int, collections.deque[list[Tensor]]] = {}
+        # For each stream, tables on the GPU and the gradients' addresses that they hold, the oldest first.
+        self._places: dict[int, collections.deque[tuple[Any, list[Tensor]]]] = {}
         with activated(self._device):
             for (bucket, _, in_fp8), table in zip(self._updates, self._tables, strict=True):
                 bucket.launches(len(table), self._device, in_fp8=in_fp8)
@@ -326,30 +325,31 @@ class GpuStep(HostStep):
         return tables
 
     def _tables_on(self, stream: int) -> list[Tensor]:
-        """The kernels' tables on the GPU with the gradients' present addresses, for work on the given stream."""
-        addresses = [_gradients(parameters) for _, parameters, _ in self._updates]
-        key = stream, *addresses
-        if key not in self._uploaded:
-            of_norms = [_gradients([each for bucket in clipped for each in bucket.states]) for clipped in self.clipped]
-            tables = [_filled(*each) for each in zip(self._tables, (*addresses, *of_norms), strict=True)]
-            is_kept = is_capturing(self._like)
-            made = [_upload(each, self._like) for each in tables] if is_kept else self._placed(tables, stream)
-            remember(self._uploaded, key, made)
-        return self._uploaded[key]
+        """The kernels' tables on the GPU with the gradients' present addresses, for work on the given stream.
 
-    def _placed(self, tables: list[NDArray[Any]], stream: int) -> list[Tensor]:
-        """Copies the kernels' tables into the least recently used of the stream's buffers for tables.
-
-        If each step allocated new tables, PyTorch's allocator would give the next step's gradients other addresses.
+        The tables of the last few sets of addresses are kept. Each further one overwrites the oldest: if each step
+        allocated new tables, PyTorch's allocator would give the next step's gradients other addresses. A graph has
+        tables of its own, which nothing overwrites.
         """
-        if stream not in self._places:
-            copies = ([_upload(each, self._like) for each in tables] for _ in range(_PLACES))
-            self._places[stream] = collections.deque(copies)
-        made = self._places[stream][0]
-        self._places[stream].rotate(-1)
-        self._uploaded = {key: each for key, each in self._uploaded.items() if each is not made}
+        of_updates = [_gradients(parameters) for _, parameters, _ in self._updates]
+        captures = is_capturing(self._like)
+        if not captures:
+            if stream not in self._places:
+                copies = [[_upload(each, self._like) for each in self._tables] for _ in range(_PLACES)]
+                self._places[stream] = collections.deque((None, each) for each in copies)
+            places = self._places[stream]
+            for addresses, made in places:
+                if addresses == of_updates:
+                    return made
+        of_norms = [_gradients([each for bucket in clipped for each in bucket.states]) for clipped in self.clipped]
+        tables = [_filled(*each) for each in zip(self._tables, (*of_updates, *of_norms), strict=True)]
+        if captures:
+            return [_upload(each, self._like) for each in tables]
+        _, made = places.popleft()
+        places.append((of_updates, made))
         for into, each in zip(made, tables, strict=True):
-            into.copy_(_on_host(each, self._like), non_blocking=True)
+            host = _bytes_of(each)
+            into.copy_(host.pin_memory() if into.is_cuda else host, non_blocking=True)
         return made
 
 
@@ -384,17 +384,14 @@ def _upload(table: NDArray[Any], like: Tensor) -> Tensor:
     During a capture the copy is made at once, on another stream: otherwise it would become part of the graph, in
     memory that the graph uses for other tensors too.
     """
-    host = _on_host(table, like)
     if not (like.is_cuda and is_capturing(like)):
-        return host.to(like.device, non_blocking=True, copy=True)
+        return _bytes_of(table).to(like.device, copy=True)
     with relaxed_captures(), torch.cuda.stream(torch.cuda.Stream(like.device)):
-        return host.to(like.device)
+        return _bytes_of(table).to(like.device)
 
 
-def _on_host(table: NDArray[Any], like: Tensor) -> Tensor:
-    """The bytes of a table, for a copy to a tensor's device: in pinned memory if that is a GPU."""
-    host = torch.from_numpy(np.ascontiguousarray(table).view(np.uint8))
-    return host.pin_memory() if like.is_cuda and not is_capturing(like) else host
+def _bytes_of(table: NDArray[Any]) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(table).view(np.uint8))
 
 
 def step_class(tensor: Tensor) -> type[HostStep]:

@@ -315,6 +315,23 @@ def test_a_capture_needs_a_step_before_and_no_changed_settings(path: str, monkey
     train(made, ours, range(1))
 
 
+@pytest.mark.parametrize("path", ["GPU"], indirect=True)
+def test_no_step_after_a_capture_writes_over_the_addresses_that_the_graph_reads(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, kept = parameters(), []
+    made = AdamW(ours, 1e-2)
+    train(made, ours, range(1))
+    monkeypatch.setattr(updates, "is_capturing", lambda _: True)
+    made.step()
+    (_, tables, _), before = made._captured[-1], [each.clone() for each in made._captured[-1][1]]
+    monkeypatch.setattr(updates, "is_capturing", lambda _: False)
+    for step in range(1, 2 + updates._PLACES):
+        kept += [each.grad for each in ours]  # so that the next gradients lie elsewhere
+        train(made, ours, range(step, step + 1))
+    assert all(map(torch.equal, tables, before))
+
+
 def test_autograd_notices_that_a_step_wrote(path: str) -> None:
     ours = [torch.ones(4).requires_grad_()]
     made, y = AdamW(ours), (ours[0] ** 2).sum()
