@@ -15,7 +15,7 @@ from lt_runtime.torch.linear import LinearLayers
 from lt_runtime.torch.norms import Dropout, Norm
 from lt_runtime.torch.operators import Options
 from lt_runtime.torch.padded import PaddedLinear, is_ragged
-from lt_runtime.torch.tensors import Tensor, Tensors
+from lt_runtime.torch.tensors import Tensor, Tensors, check_tensors
 
 LINEAR: Final = LinearLayers()
 _PADDED: Final = PaddedLinear()
@@ -81,7 +81,7 @@ def linear_layers(x: Tensor, parameters: Tensors, options: Options, add: Tensor 
         options: activations, slopes of leaky ReLU, and probabilities of dropout: a tuple of each, one a layer.
     """
     key = draw_key(x, options[2])
-    if x.dim() == 1:
+    if getattr(x, "ndim", 2) == 1:  # the operator refuses what is no tensor
         return linear_layers(x[None], parameters, options, None if add is None else add[None])[0]
     operator = _PADDED if add is None and options == PLAIN and is_ragged(x, parameters[0]) else LINEAR
     return operator(cast((x, add, key, *parameters)), options)
@@ -165,6 +165,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float | None = 1e-6, add: Tensor
     If `eps` is None, it is the machine epsilon of the type in which PyTorch computes, as in `torch.nn.RMSNorm`.
     """
     if eps is None:
+        check_tensors(x=x)
         eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
     return _NORMS[False, add is not None]((x, add, weight, None), (eps,))
 
@@ -180,6 +181,7 @@ def draw_key(like: Tensor, dropouts: Sequence[float]) -> Tensor:
     """Draws 32 random bits from PyTorch's generator, the key of dropout masks; None if all probabilities are 0."""
     if not any(dropouts):
         return None
+    check_tensors(x=like)
     return torch.randint(-(2**31), 2**31, (1,), dtype=torch.int32, device=like.device)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from lt_runtime.arguments import integer, number, shown
+from lt_runtime.arguments import flag, integer, number, shown
 from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, ShapeError
 from lt_runtime.ops.linear import linear
 from lt_runtime.ops.losses import cross_entropy as loss_of
@@ -16,7 +16,7 @@ from lt_runtime.torch.functional import LINEAR, PLAIN, cast
 from lt_runtime.torch.linear import compute_of
 from lt_runtime.torch.operators import Needs, Operator, Options
 from lt_runtime.torch.padded import columns_of, padded_like, whole_rows
-from lt_runtime.torch.tensors import Tensor, Tensors, check_operands, check_shape, placed
+from lt_runtime.torch.tensors import Tensor, Tensors, check_operands, check_shape, check_tensors, placed
 
 _REDUCTIONS: Final = ("mean", "sum")
 _TENSORS: Final = "out_gradient", "out_loss", "grad_scale", "class_weights", "row_weights"
@@ -188,6 +188,7 @@ def cross_entropy(
         OperandError: shapes, types or devices that do not fit; `target` has probabilities.
         ArgumentError: an option is out of its range; on the CPU, a target or weight is.
     """
+    check_tensors(input=input, target=target)
     options, logits = _options(ignore_index, reduction, label_smoothing), input
     if input.dim() == 0:
         raise ShapeError("input has shape (); accepted are (N, C), (N, C, d1, ...) and (C,)")
@@ -197,6 +198,7 @@ def cross_entropy(
         check_shape("target", target, rows, f"as input has shape {tuple(input.shape)}")
         logits, target = input.movedim(axis, -1).reshape(-1, input.shape[axis]), target.reshape(-1)
     if weight is not None:
+        check_tensors(weight=weight)
         if weight.requires_grad and torch.is_grad_enabled():
             raise ArgumentError("weight requires a gradient, which this loss does not have; give weight.detach()")
         weight = weight.to(_loss_type(input))
@@ -239,8 +241,9 @@ def linear_cross_entropy(
         ArgumentError: an option is out of its range; on the CPU, a label is.
         SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func`.
     """
+    check_tensors(x=x, weight=weight, labels=labels, bias=bias)
     options = _options(ignore_index, reduction, label_smoothing)
-    if x.dim() < 1 + shift:
+    if x.dim() < 1 + flag("shift", shift):
         raise ShapeError(f"x has shape {tuple(x.shape)}; accepted are (..., K), with shift (..., rows, K)")
     check_shape("labels", labels, tuple(x.shape[:-1]), f"as x has shape {tuple(x.shape)}")
     if shift:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lt_runtime.arguments import by_layer
+from lt_runtime.arguments import by_layer, check_instance
 from lt_runtime.errors import ArgumentError
 from lt_runtime.problem import Activation, ActivationName, activation_of, probability
 from lt_runtime.torch.fp8 import Precision, chain, gated_layers, set_precision
@@ -101,6 +101,7 @@ class MLP(torch.nn.Sequential):
         bias: bool = True,
         **options: Any,
     ) -> None:
+        check_instance("sizes", sizes, Sequence, "a list or a tuple of integers")
         count = len(sizes) - 1
         if count < 1:
             raise ArgumentError(f"sizes is {sizes}; it must hold the columns of the inputs and of at least one layer")

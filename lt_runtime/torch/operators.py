@@ -114,6 +114,8 @@ class Operator(ABC):
             training = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
             outputs = self.eager(operands, options, training=training)
         else:
+            if operands[0] is None or not all(each is None or isinstance(each, torch.Tensor) for each in operands):
+                self.check(operands, (*options, False))
             needed = [each is not None and each.requires_grad for each in operands]
             outputs = self._forward([*operands], *options, torch.is_grad_enabled() and True in needed)
         return outputs[0] if self.visible == 1 else outputs[: self.visible]
@@ -233,17 +235,29 @@ def applied(function: Any, name: str) -> Callable[..., Any]:
     return apply
 
 
+class _Thread(threading.local):
+    """Whether autograd has started the thread that reads the attribute.
+
+    Python calls a thread that it did not start "Dummy-1" and so on. The new name tells the package that the thread
+    synchronises only in backward passes, so that repeated calls may become graphs.
+    """
+
+    def __init__(self) -> None:
+        thread = threading.current_thread()
+        self.is_autograds = thread.name.startswith("Dummy-")
+        if self.is_autograds:
+            thread.name = AUTOGRAD_THREAD
+
+
+_thread: Final = _Thread()
+
+
 def begin_backward(name: str, ctx: Any) -> None:
     """Prepares a thread that autograd has started; raises `SecondDerivativeError` if autograd records this backward.
 
-    Python calls a thread that it did not start "Dummy-1" and so on. The new name tells the package that the thread
-    synchronises only in backward passes, so that repeated calls may become graphs. The thread is within `lt.tuning()`
-    if the forward pass was, as `ctx.is_tuning` says.
+    The thread is within `lt.tuning()` if the forward pass was, as `ctx.is_tuning` says.
     """
-    thread = threading.current_thread()
-    if thread.name.startswith("Dummy-"):
-        thread.name = AUTOGRAD_THREAD
-    if thread.name == AUTOGRAD_THREAD:
+    if _thread.is_autograds:
         asked_for.set(ctx.is_tuning)
     if torch.is_grad_enabled():
         raise SecondDerivativeError(
@@ -265,7 +279,7 @@ def is_eager(tensors: Tensors) -> bool:
             "transforms of torch.func, such as grad and vmap, do not reach into lt_runtime's layers; use PyTorch's own"
         )
     is_plain = _PLAIN.issuperset(map(type, tensors)) and not torch._C._len_torch_dispatch_stack()
-    return is_plain and not tensors[0].is_meta
+    return is_plain and tensors[0] is not None and not tensors[0].is_meta
 
 
 def _hashable(options: Sequence[Any]) -> Options:

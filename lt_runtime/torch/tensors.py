@@ -9,7 +9,8 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
-from lt_runtime.errors import DeviceError, DTypeError, LayoutError, OperandError, ShapeError
+from lt_runtime.arguments import shown
+from lt_runtime.errors import DeviceError, DTypeError, KindError, LayoutError, OperandError, ShapeError
 from lt_runtime.layout import layout_of
 from lt_runtime.problem import DType
 
@@ -32,14 +33,23 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def check_tensors(**operands: Tensor) -> None:
+    """Raises `KindError` unless all operands, given by name, are tensors; a bias, and an addend "add", may be None."""
+    for name, each in operands.items():
+        if not (isinstance(each, torch.Tensor) or (each is None and name.endswith(("bias", "add")))):
+            raise KindError(f"{name} is {shown(each)}; it must be a torch.Tensor")
+
+
 def check_operands(operands: dict[str, Tensor]) -> None:
-    """Raises unless all operands, given by name, have the device and type of the first; None is an absent operand.
+    """Raises unless all operands, given by name, have the device and type of the first.
 
     Raises:
+        KindError: see `check_tensors`.
         DeviceError: an operand is neither on a GPU nor on the CPU, or not on the first one's device.
         DTypeError: the first one's type is not accepted, or another's differs. FP64 is accepted on the CPU only.
         LayoutError: an operand is sparse or quantised.
     """
+    check_tensors(**operands)
     operands = {name: each for name, each in operands.items() if each is not None}
     first = next(iter(operands))
     device, dtype = operands[first].device, operands[first].dtype

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lt_runtime as lt
 import lt_runtime.torch as ltt
-from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, LayoutError, ShapeError
+from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, KindError, LayoutError, ShapeError
 from lt_runtime.ops import first_use
 from lt_runtime.torch import operators
 from lt_runtime.torch.functional import linear_layers
@@ -369,6 +370,29 @@ def test_wrong_arguments_are_named(changed: dict[str, Any], error: type, words: 
     given = {"x": torch.ones(3, 8), "weight": torch.ones(6, 8), "bias": torch.ones(6)} | changed
     with pytest.raises(error, match=words):
         ltt.functional.linear(**given)
+
+
+W, V = torch.ones(8, 8), torch.ones(8)
+CALLS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "linear": ("x", lambda wrong: ltt.functional.linear(wrong, W, dropout=0.5)),
+    "weight": ("weight", lambda wrong: ltt.functional.linear(W, wrong)),
+    "gated": ("x", lambda wrong: ltt.functional.gated(wrong, W, W, W)),
+    "up": ("up", lambda wrong: ltt.functional.gated(W, W, wrong, W, dropout=0.5)),
+    "dropout": ("x", ltt.functional.dropout),
+    "norm": ("x", lambda wrong: ltt.functional.layer_norm(wrong, V)),
+    "norm's weight": ("weight", lambda wrong: ltt.functional.layer_norm(W, wrong)),
+    "module": ("x", ltt.RMSNorm(8)),
+    "fp8": ("x", ltt.Linear(16, 16, precision="fp8")),
+    "input": ("input", lambda wrong: ltt.cross_entropy(wrong, V.long())),
+    "labels": ("labels", lambda wrong: ltt.linear_cross_entropy(W, W, wrong)),
+}
+
+
+@pytest.mark.parametrize(("name", "call"), CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("wrong", [None, [1.0], np.ones(8), np.ones((8, 8))], ids=lambda each: type(each).__name__)
+def test_operands_that_are_no_tensors_are_named(name: str, call: Callable[[Any], Any], wrong: Any) -> None:
+    with pytest.raises(KindError, match=rf"^{name} is .*; it must be a torch\.Tensor"):
+        call(wrong)
 
 
 def test_a_type_that_the_package_does_not_have_is_named() -> None:
