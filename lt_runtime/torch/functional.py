@@ -123,6 +123,8 @@ def gated_block(x: Tensor, parameters: Tensors, options: Options, add: Tensor = 
     Args:
         parameters: the three weights, then the three biases.
     """
+    if getattr(x, "ndim", 2) == 1:
+        return gated_block(x[None], parameters, options, None if add is None else add[None])[0]
     return GATED(cast((x, add, draw_key(x, options[2:]), *parameters)), options)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Final, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -21,31 +22,16 @@ _make_layer: Final = functools.lru_cache(maxsize=1024)(Layer)
 """Returns one `Layer` object for equal arguments, because prepared calls are found by the identity of the object."""
 
 
-class Form(NamedTuple):
-    """The options of one layer, and the kind of tensor from which backward computes the activation's derivative."""
+def _kinds_of(activations: Sequence[str], *, has_add: bool = False) -> list[Saved]:
+    """For each layer the kind of tensor from which backward computes the activation's derivative.
 
-    activation: Activation
-    dropout: float
-    saved: Saved
-
-
-@functools.lru_cache(maxsize=1024)
-def forms_of(
-    activations: tuple[Any, ...], slopes: tuple[float, ...], dropouts: tuple[float, ...], has_add: bool
-) -> tuple[Form, ...]:
-    """The `Form` of each of consecutive layers; `has_add` says whether a tensor is added to the last layer's output.
-
-    For ReLU, backward computes the derivative from the output, unless a tensor was added to the output.
-
-    Raises:
-        ArgumentError: an unknown activation or slope, or a probability outside [0, 1).
+    For ReLU that is the output, unless a tensor is added to it; `has_add` says so of the last layer.
     """
-    chosen = [Activation.of(*each) for each in zip(activations, slopes, strict=True)]
     kinds = {"none": Saved.NOTHING, "relu": Saved.OUTPUT}
-    saved = [kinds.get(each.name, Saved.PREACTIVATION) for each in chosen]
-    if has_add and saved[-1] is Saved.OUTPUT:
-        saved[-1] = Saved.PREACTIVATION
-    return tuple(map(Form, chosen, [probability("dropout", p) for p in dropouts], saved))
+    made = [kinds.get(each, Saved.PREACTIVATION) for each in activations]
+    if has_add and made[-1] is Saved.OUTPUT:
+        made[-1] = Saved.PREACTIVATION
+    return made
 
 
 class LinearLayers(Operator):
@@ -72,7 +58,10 @@ class LinearLayers(Operator):
     def check(self, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
         x, add, _, *parameters = operands
-        layers = len(forms_of(*options[:3], add is not None))
+        for activation, slope, p in zip(*options[:3], strict=True):
+            Activation.of(activation, slope)
+            probability("dropout", p)
+        layers = len(options[0])
         prefixes = [""] if layers == 1 else [f"layers[{i}]." for i in range(layers)]
         names = [f"{prefix}{name}" for prefix in prefixes for name in ("weight", "bias")]
         check_operands({"x": x} | dict(zip(names, parameters, strict=True)) | {"add": add})
@@ -93,19 +82,18 @@ class LinearLayers(Operator):
         x, add, _, *parameters = operands
         *shapes, last = [(*x.shape[:-1], weight.shape[0]) for weight in parameters[::2]]
         if options[-1]:
-            pairs = zip([*shapes, last], forms_of(*options[:3], add is not None), strict=True)
-            shapes += [shape for shape, form in pairs if form.saved is Saved.PREACTIVATION]
+            pairs = zip([*shapes, last], _kinds_of(options[0], has_add=add is not None), strict=True)
+            shapes += [shape for shape, kind in pairs if kind is Saved.PREACTIVATION]
         return [x.new_empty(shape) for shape in (last, *(shapes if options[-1] else ()))]
 
     def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
         y, *others = placed(outputs)
-        forms = forms_of(*options[:3], operands[1] is not None)
-        last = len(forms) - 1
+        kinds, last = _kinds_of(options[0], has_add=operands[1] is not None), len(options[0]) - 1
         outs, kept = [*(others[:last] or [None] * last), y], iter(others[last:])
         # A layer that keeps no pre-activation z is planned as for inference: a plan for training could keep a mask
         # instead of y.
-        zs = [next(kept, None) if form.saved is Saved.PREACTIVATION else None for form in forms]
+        zs = [next(kept, None) if kind is Saved.PREACTIVATION else None for kind in kinds]
         _ascend(options[:3], placed(operands), list(zip(outs, zs, strict=True)))
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
@@ -114,11 +102,10 @@ class LinearLayers(Operator):
         The x of a single layer is not needed if the weight is frozen.
         """
         x, add, key, *parameters = operands
-        forms = forms_of(*options[:3], add is not None)
-        count = len(forms)
+        kinds, count = _kinds_of(options[0], has_add=add is not None), len(options[0])
         kept = iter(outputs[count:])
-        zs = [next(kept) if form.saved is Saved.PREACTIVATION else None for form in forms]
-        y = outputs[0] if forms[-1].saved is Saved.OUTPUT else None
+        zs = [next(kept) if kind is Saved.PREACTIVATION else None for kind in kinds]
+        y = outputs[0] if kinds[-1] is Saved.OUTPUT else None
         return key, *parameters[::2], x if needs[3] or count > 1 else None, *outputs[1:count], y, *zs
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
@@ -132,13 +119,14 @@ class LinearLayers(Operator):
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
         """See `Operator`."""
-        forms, (dx, _, _, *others) = forms_of(*options[:3], False), placed(made)
-        count, (dy,), (key, *saved) = len(forms), placed(dys), placed(saved)
+        dx, _, _, *others = placed(made)
+        count, (dy,), (key, *saved) = len(options[0]), placed(dys), placed(saved)
         weights, ys, zs, layers, kept = saved[:count], saved[count : 2 * count], saved[2 * count + 1 :], [], []
         name, compute = str(dy.dtype).removeprefix("torch."), compute_of(dy.dtype)
-        for form, weight, y, z in zip(forms, weights, saved[count + 1 : 2 * count + 1], zs, strict=True):
-            shape, kind = (math.prod(dy.shape[:-1]), *weight.shape), form.saved if z is None else Saved.PREACTIVATION
-            layers.append(_make_layer(shape, kind, None, form.activation, form.dropout, compute, name, True))
+        of_layers = zip(_kinds_of(options[0]), *options[:3], weights, saved[count + 1 : 2 * count + 1], zs, strict=True)
+        for kind, activation, slope, p, weight, y, z in of_layers:
+            kind, shape = kind if z is None else Saved.PREACTIVATION, (math.prod(dy.shape[:-1]), *weight.shape)
+            layers.append(_make_layer(shape, kind, None, Activation.of(activation, slope), p, compute, name, True))
             kept.append(y if kind is Saved.OUTPUT else z)
         _descend(dy, ys, weights, kept, layers, key, (needs[0], *needs[3:]), (dx, *others))
 

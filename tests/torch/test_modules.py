@@ -31,6 +31,9 @@ def test_a_layer_takes_what_pytorch_s_takes(shape: tuple[int, ...]) -> None:
     layer, x = ltt.Linear(8, 6, dtype=torch.float64), torch.randn(shape, dtype=torch.float64)
     torch.testing.assert_close(layer(x), F.linear(x, layer.weight, layer.bias))
     torch.testing.assert_close(layer(x, add=layer(x)), 2 * F.linear(x, layer.weight, layer.bias))
+    block = ltt.FeedForward(8, 16, "silu", gated=True, dtype=torch.float64)
+    hidden = F.silu(F.linear(x, block.gate.weight, block.gate.bias)) * F.linear(x, block.up.weight, block.up.bias)
+    torch.testing.assert_close(block(x, add=x), F.linear(hidden, block.down.weight, block.down.bias) + x)
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
