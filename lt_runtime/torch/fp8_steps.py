@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -178,14 +177,13 @@ def update_scales(optimizer: Any) -> None:
     """
     found: Any = getattr(optimizer, "found_inf", None)
     for layer in [each for each in _layers_of(optimizer) if each.scales.slots is not None]:
-        device = device_of("scales", layer.scales.slots)
-        if device == HOST:
-            layer.scales.update(skipped=None if found is None else np.array([bool(found)], np.uint32))
-            continue
-        with torch.cuda.device(device):
-            # The flag is read as an integer: the bits of 0.0 are 0, those of 1.0 are not.
-            skipped = None if found is None else found.to(device).view(torch.uint32)
-            layer.scales.update(skipped=skipped, stream=torch.cuda.current_stream())
+        ordinal = device_of("scales", layer.scales.slots)
+        on_gpu = ordinal != HOST
+        # The flag is read as an integer: the bits of 0.0 are 0, those of 1.0 are not.
+        flags = None if found is None else found.to(ordinal if on_gpu else "cpu").view(torch.uint32)
+        with torch.cuda.device(ordinal):  # HOST, -1, changes nothing
+            stream = torch.cuda.current_stream() if on_gpu else None
+            layer.scales.update(skipped=placed([flags])[0], stream=stream)
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:

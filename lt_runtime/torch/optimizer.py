@@ -117,8 +117,7 @@ class AdamW(torch.optim.AdamW):
         groups = self.param_groups
         super().load_state_dict(state_dict)
         for old, new in zip(groups, self.param_groups, strict=True):
-            # Options that the loaded group lacks, such as "max_norm".
-            new |= {name: value for name, value in old.items() if name not in new}
+            new |= {**old, **new}  # the loaded group may lack options, such as "max_norm"
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         for i, parameter in zip(ids, self._parameters(), strict=True):
             for name, values in state_dict["state"].get(i, {}).items():

@@ -292,6 +292,7 @@ def _race(module: Any, inputs: list[Tensor], precision: Precision) -> tuple[floa
     own: Any = type(module)
     times: dict[Any, list[float]] = {own: [], _class_of(own): []}
     with contextlib.ExitStack() as restored:
+        restored.enter_context(torch.cuda.device_of(inputs[0]))
         restored.callback(setattr, module, "__class__", own)
         for layer in _layers_of(module):
             layer.scales = scales_of(precision)
