@@ -26,8 +26,10 @@ from lt_runtime.ops.call import New, Operation, PassOperation, PreparedCall, Req
 from lt_runtime.problem import DType, Spec
 from lt_runtime.products.plan import Pass
 
-_GRADIENT, _LOSS, _TALLY = 3, 4, 5  # indices of the gradient, the loss and the tally in `LossOperation.names`
-_RESULTS: Final = ("grad_scale", "out_gradient", "out_loss", "tally", "row_weights")
+_GRADIENT, _LOSS, _WEIGHTS = 2, 3, slice(4, 6)  # indices in `LossOperation.names`
+_DB: Final = 4  # index in `SummedLoss.names`
+_RESULTS: Final = ("out_gradient", "out_loss")
+_OTHERS: Final = ("grad_scale", "tally")
 _INT64: Final = range(-(2**63), 2**63)
 _NAN_BITS: Final = 0x7FC00000
 
@@ -82,8 +84,9 @@ class LossOperation(PassOperation):
     Unless a subclass overrides `make_pass` and `read_target`, the loss is a mean over all elements, and the target has
     the shape of the scores.
 
-    A call's arrays are the scores, the target, the gradient's scale, the gradient, the loss, `Tallied.state`, the row
-    weights and, for some losses, the column weights. Its options are the loss's own.
+    A call's arrays are those of the pass: the scores, the target, the gradient, the loss, the row weights, and the
+    column weights, which not every loss has; then the gradient's scale, and `Tallied.state`. Its options are the loss's
+    own.
 
     Attributes:
         exact: function that computes the loss of NumPy arrays and its gradient in float64. Its keyword arguments are
@@ -92,7 +95,7 @@ class LossOperation(PassOperation):
         loss: name of an elementwise loss in `kernels.losses.LOSSES`.
     """
 
-    names: ClassVar[tuple[str, ...]] = ("prediction", "target", *_RESULTS)
+    names: ClassVar[tuple[str, ...]] = ("prediction", "target", *_RESULTS, "row_weights", "column_weights", *_OTHERS)
     required = 2
     is_scaled = True
     loss: ClassVar[str]
@@ -103,7 +106,7 @@ class LossOperation(PassOperation):
 
     def read(self, operands: Sequence[Any], options: Any, scalars: _Scalars) -> Request:
         """See `Operation`."""
-        scores, target, scale, gradient, loss, _, *weights = operands
+        scores, target, gradient, loss, *weights, scale, _ = operands
         dtype, layout = scores.element_type(), scores.layout
         exact = "float64" if dtype is DType.FLOAT64 else "float32"
         axes = (scores.shape[:-1], "row"), (scores.shape[-1:], "column")
@@ -118,7 +121,7 @@ class LossOperation(PassOperation):
         gradient_layout = result_spec(_GRADIENT, gradient, scores.shape, scores, new).layout if wanted else None
         result_spec(_LOSS, loss, (), scores, new, DType(exact))
         problem = (dtype, layout, gradient_layout, *of_target) if layout.size else None
-        written = (_GRADIENT, _LOSS, _TALLY) if wanted else (_LOSS, _TALLY)
+        written = *((_GRADIENT,) if wanted else ()), _LOSS, len(self.names) - 1
         return Request(problem, written, new, options, same=((0, _GRADIENT),))
 
     def needs_gradient(self, *options: Any) -> bool:
@@ -140,18 +143,16 @@ class LossOperation(PassOperation):
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: _Scalars, stream: int) -> Call:
         """See `Operation`."""
-        scores, target, scale, gradient, loss, tally, of_rows, *of_columns = addresses
-        column_weights = of_columns[0] if of_columns else 0
-        return Call.of_loss((scores, target, gradient, loss, of_rows, column_weights), stream, scalars, scale, tally)
+        *of_pass, scale, tally = addresses
+        return Call.of_loss(tuple(of_pass), stream, scalars, scale, tally)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: _Scalars) -> None:
         """See `Operation`."""
-        scores, target, scale, gradient, loss, _, *weights = arrays
-        options = request.detail
-        keywords = dict(zip(self.names[_TALLY + 1 :], weights, strict=True))
+        scores, target, gradient, loss, *weights, scale, _ = arrays
+        pairs, options = zip(self.names[_WEIGHTS], weights, strict=True), request.detail
+        keywords = {name: each for name, each in pairs if each is not None}
         for name, each in keywords.items():
-            if each is not None:
-                check_not_negative(name, each)
+            check_not_negative(name, each)
         self.check_values(scores, target, *options)
         value, exact = self.exact(scores, target, **keywords, **dict(zip(self.own_options, options, strict=False)))
         factor = scalars[0] if scale is None else scalars[0] * float(scale.reshape(()))
@@ -182,7 +183,7 @@ class Huber(LossOperation):
 class BinaryCrossEntropy(LossOperation):
     """See `bce_with_logits`."""
 
-    names = ("logits", "targets", *_RESULTS, "pos_weight")
+    names = ("logits", "targets", *_RESULTS, "row_weights", "pos_weight", *_OTHERS)
     loss = "bce_with_logits"
     exact = staticmethod(reference.bce_with_logits)
 
@@ -194,7 +195,7 @@ class BinaryCrossEntropy(LossOperation):
 class CrossEntropy(LossOperation):
     """See `cross_entropy`."""
 
-    names = ("logits", "labels", *_RESULTS, "class_weights")
+    names = ("logits", "labels", *_RESULTS, "row_weights", "class_weights", *_OTHERS)
     make_pass = staticmethod(functools.cache(CrossEntropyPass))
     exact = staticmethod(reference.cross_entropy)
     own_options = ("label_smoothing", "ignore_index")
@@ -236,23 +237,18 @@ def check_labels(labels: Operand, logits_shape: tuple[int, ...]) -> None:
 class SummedLoss(LossOperation):
     """See `summed_loss`. A call's options are the loss and `accumulate`."""
 
-    names = ("prediction", "target", *_RESULTS[:-1], "out_db")
+    names = ("prediction", "target", *_RESULTS, "out_db", *_OTHERS)
     loss = ""  # other operations have a fixed loss; this one takes the loss's name from the call's options
     make_pass = staticmethod(functools.cache(SummedLossPass))
     on_host = Operation.on_host
 
     def read(self, operands: Sequence[Any], options: Any, scalars: _Scalars) -> Request:
         """See `Operation`."""
-        scores, target, _, gradient, _, _, _ = operands
-        request = super().read(operands[:-1], (), scalars)
+        scores, target, gradient, loss, _, *others = operands
+        request = super().read((scores, target, gradient, loss, None, None, *others), (), scalars)
         dtype, _, layout, *_ = request.problem
         specs = scores.spec, Spec(layout) if gradient is None else gradient.spec, target.spec
-        return request._replace(problem=(dtype, *specs, *options), written=(*request.written, len(operands) - 1))
-
-    def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: _Scalars, stream: int) -> Call:
-        """See `Operation`."""
-        scores, target, scale, gradient, loss, tally, db = addresses
-        return Call.of_loss((scores, target, gradient, loss, db), stream, scalars, scale, tally)
+        return request._replace(problem=(dtype, *specs, *options), written=(*request.written, _DB))
 
 
 MSE: Final = MeanSquaredError()
@@ -282,7 +278,7 @@ def perform_loss(
     state, first = None, False
     if type(out_loss) is Tallied:
         (state, first), out_loss = out_loss, None
-    arrays = *operands, scale, out_gradient, out_loss, state, *weights
+    arrays = *operands, out_gradient, out_loss, *weights, scale, state
     made: Loss = perform(operation, arrays, options, (factor, first), stream)
     return made
 
@@ -303,7 +299,7 @@ def summed_loss(
             `Tallied`.
     """
     state, first = options["out_loss"]
-    arrays = prediction, target, options["grad_scale"], options["out_gradient"], None, state, db
+    arrays = prediction, target, options["out_gradient"], None, db, options["grad_scale"], state
     made: Loss = perform(SUMMED, arrays, (loss, accumulate), (share, first), options["stream"])
     return made
 
@@ -346,7 +342,7 @@ def mse_loss(
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """
     buffers = grad_scale, share, out_gradient, out_loss, stream
-    return perform_loss(MSE, (prediction, target), (row_weights,), (), *buffers)
+    return perform_loss(MSE, (prediction, target), (row_weights, None), (), *buffers)
 
 
 def huber_loss(
@@ -392,7 +388,7 @@ def huber_loss(
     if not 0 < delta < math.inf:
         raise ArgumentError(f"delta is {delta}; it must be positive and finite")
     buffers = grad_scale, share, out_gradient, out_loss, stream
-    return perform_loss(HUBER, (prediction, target), (row_weights,), (delta,), *buffers)
+    return perform_loss(HUBER, (prediction, target), (row_weights, None), (delta,), *buffers)
 
 
 def bce_with_logits(

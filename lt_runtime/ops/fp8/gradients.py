@@ -23,7 +23,7 @@ from lt_runtime.reference.fp8 import AMAX, FP8_TYPES, SCALE, amax_of
 from lt_runtime.reference.products import rows_of
 
 _GATED_ROWS: Final = 2  # Index of the gradient in FP8 among the arrays of `CastGated`; its transpose follows.
-_LOSS, _GRADIENT, _LOSS_ROWS = 3, 5, 6  # Indices among the arrays of `CastLoss`.
+_GRADIENT, _LOSS, _LOSS_ROWS = 2, 3, 5  # Indices among the arrays of `CastLoss`.
 
 
 class CastGradient(NamedTuple):
@@ -150,14 +150,14 @@ class CastLoss(PassOperation):
     A call's options are the name of the FP8 type, the loss, and whether the sums are added to the values of `db`.
     """
 
-    names = ("prediction", "target", "grad_scale", "loss", "db", "gradient", "rows", "transposed", "slots", "tally")
+    names = ("prediction", "target", "gradient", "loss", "db", "rows", "transposed", "slots", "tally", "grad_scale")
     required = 2
     is_scaled = True
     make_pass = staticmethod(functools.cache(LossCastPass))
 
     def read(self, operands: Sequence[Any], options: Any, scalars: tuple[float, bool]) -> Request:
         """See `Operation`."""
-        scores, target, *_, slots, _ = operands
+        scores, target, *_, slots, _, _ = operands
         check_shape(target.name, target.shape, scores.shape, f"the shape of {scores.name}")
         check_same(scores, target)
         dtype, library = scores.element_type(), scores.library
@@ -166,18 +166,17 @@ class CastLoss(PassOperation):
             new[_GRADIENT] = New(scores.shape, dtype.numpy, library)
         else:
             new |= _new_cast(_LOSS_ROWS, options[0], scores)
-        return Request((dtype, scores.spec, target.spec, *options), tuple(range(_LOSS, len(self.names))), new)
+        return Request((dtype, scores.spec, target.spec, *options), tuple(range(_GRADIENT, len(self.names) - 1)), new)
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
         """See `Operation`."""
-        scores, target, scale, loss, db, gradient, rows, transposed, slots, tally = addresses
+        *of_pass, slots, tally, scale = addresses
         of_cast = _scale_and_amax(slots) if slots else (0, 0)
-        of_pass = scores, target, gradient, loss, db, rows, transposed, *of_cast
-        return Call.of_loss(of_pass, stream, scalars, scale, tally)
+        return Call.of_loss((*of_pass, *of_cast), stream, scalars, scale, tally)
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> tuple[Any, Any]:
         """See `Operation`."""
-        loss, _, gradient, rows, transposed, slots, _ = arrays[_LOSS:]
+        gradient, loss, _, rows, transposed, slots, *_ = arrays[_GRADIENT:]
         return loss, gradient if slots is None else CastGradient(rows, transposed)
 
 
@@ -225,7 +224,7 @@ def cast_loss(
     """
     slots = state.slots if DY in state.calibrated else None
     tally, first = options["out_loss"]
-    arrays = prediction, target, options["grad_scale"], None, db, None, None, None, slots, tally
+    arrays = prediction, target, None, None, db, None, None, slots, tally, options["grad_scale"]
     how = state.recipe.dtypes[DY].value, loss, accumulate
     made: tuple[Any, Any] = perform(_CAST_LOSS, arrays, how, (share, first), options["stream"])
     return made

@@ -25,20 +25,16 @@ def has_vectors(given: Mapping[str, Operand], shape: tuple[int, ...]) -> bool:
         DTypeError: a vector is not FP32.
         LayoutError: a vector has gaps.
     """
-    operands = {name: given.get(name) for name in SCALES[:2]}
-    if all(each is None or each.shape in _NUMBER for each in operands.values()):
+    a, b = (given.get(name) for name in SCALES[:2])
+    if all(each is None or each.shape in _NUMBER for each in (a, b)):
         return False
     *batch, m, n = shape
-    shapes = {name: None if each is None else each.shape for name, each in operands.items()}
-    if batch or [*shapes.values()] != [(m,), (n,)]:
-        found = " and ".join(
-            f"{name} {'is None' if each is None else f'has shape {each}'}" for name, each in shapes.items()
-        )
+    if batch or a is None or b is None or (a.shape, b.shape) != ((m,), (n,)):
+        shapes = ["is None" if each is None else f"has shape {each.shape}" for each in (a, b)]
         vectors = f"vectors ({m},) and ({n},) for the rows of a and the columns of b, without a batch"
-        raise ShapeError(f"{found}; both must be one number, or {vectors}")
-    for each in operands.values():
-        if each is not None:
-            check_weights(each, each.shape, "a number for each row of a or column of b")
+        raise ShapeError(f"scale_a {shapes[0]} and scale_b {shapes[1]}; both must be one number, or {vectors}")
+    for each in (a, b):
+        check_weights(each, each.shape, "a number for each row of a or column of b")
     return True
 
 
