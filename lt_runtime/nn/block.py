@@ -23,13 +23,17 @@ from lt_runtime.ops.add import add as sum_of
 from lt_runtime.ops.first_use import not_tuning
 from lt_runtime.ops.optimizers.loading import LeftOut, by_name, load_values
 from lt_runtime.ops.optimizers.parameters import Parameter
-from lt_runtime.problem import DType
+from lt_runtime.problem import Activation, DType
 
 if TYPE_CHECKING:
     from lt_runtime.tuner.chain import Tunable
 
 _MOST_SIZES: Final = 8
 """Number of batch sizes whose problems a model remembers; a training step keeps as many graphs."""
+
+
+_SHOWN: Final = ("inputs", "outputs", "bias", "activation", "dropout")
+"""The attributes of a block that the table of its model shows."""
 
 
 class Block:
@@ -145,6 +149,24 @@ class Block:
                     found[id(owner)] = owner
         return [*found.values()]
 
+    def __repr__(self) -> str:
+        """A table of the blocks within, without containers, with the numbers of their own parameters."""
+        rows: list[tuple[str, ...]] = [("block", "kind", *_SHOWN, "parameters")]
+        sizes, blocks = dict[int, int](), [*self.blocks()]
+        for block in blocks:
+            own = {id(each.owner): each.data.size for _, each in _flat(block.parts()) if isinstance(each, Parameter)}
+            count = sum(own[key] for key in own.keys() - sizes.keys())
+            sizes |= own
+            if block.has_range:
+                rows.append((block.name, type(block).__name__, *map(_cell, map(vars(block).get, _SHOWN)), f"{count:,}"))
+        rows.append(("total", *[""] * (len(rows[0]) - 2), f"{sum(sizes.values()):,}"))
+        place = f" on {self.device.description}, {self.dtype.value}" if sizes else ""
+        place += ", FP32 master copies" if sizes and self.parameters()[0].master is not None else ""
+        place += ", products in FP8" if any(getattr(block, "scales", None) for block in blocks) else ""
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row[:-1], widths)) + "  " + row[-1].rjust(widths[-1]) for row in rows]
+        return "\n".join([f"{type(self).__name__}{place}", *lines])
+
     @functools.cached_property
     def device(self) -> ComputeDevice:
         """The device of the parameters.
@@ -256,6 +278,15 @@ class Block:
             CaptureError: the current stream is being captured.
         """
         return load_values(by_name(self.parameters(), names), state, strict=flag("strict", strict))
+
+
+def _cell(value: object) -> str:
+    """An attribute of a block as a cell of its table; empty if a block of the package has no such attribute."""
+    if isinstance(value, Activation):
+        return value.name
+    if isinstance(value, Parameter):
+        return "yes"
+    return f"{value:g}" if isinstance(value, float) else str(value) if isinstance(value, int) else ""
 
 
 def check_model_type(model: Block, operand: Operand) -> None:

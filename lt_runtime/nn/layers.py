@@ -29,8 +29,8 @@ class _Norm(Block):
     """Base of both norms: has the width, eps, the weight, and backward."""
 
     bias: Parameter | None = None
-    _operation: ClassVar[Callable[..., Any]]
-    """The operation that computes the gradients."""
+    _operations: ClassVar[tuple[Callable[..., Any], Callable[..., Any]]]
+    """The operations of forward and backward."""
 
     def _make(self, width: int, eps: float, *, dtype: DTypeLike, master_weights: bool, device: object) -> Maker:
         """Sets the attributes; returns a `Maker` for further parameters."""
@@ -41,6 +41,13 @@ class _Norm(Block):
         self.weight = make(np.ones(width))
         return make
 
+    def forward(self, x: Any, run: Pass) -> Any:
+        """See `Block`."""
+        vectors = [each.data for each in (self.weight, self.bias) if each is not None]
+        y, context = self._operations[0](x, *vectors, eps=self.eps, stream=run.stream)
+        run.keep(context, run.needs_gradient(x))
+        return y
+
     def backward(self, dy: Any, run: Pass, add: Any = None) -> Any:
         """See `Block`. The same pass adds `add` to dx."""
         context, needs_dx = run.take()
@@ -50,7 +57,7 @@ class _Norm(Block):
         options: dict[str, Any] = {"need_dx": needs_dx, "need_dweight": dweight is not None, "out_dweight": dweight}
         options |= {} if self.bias is None else {"need_dbias": dbias is not None, "out_dbias": dbias}
         options |= {"add": add if needs_dx else None, "accumulate": adds}
-        return self._operation(dy, context, **options, stream=run.stream).dx
+        return self._operations[1](dy, context, **options, stream=run.stream).dx
 
 
 class LayerNorm(_Norm):
@@ -63,7 +70,7 @@ class LayerNorm(_Norm):
         dtype, master_weights, device: as for `lt.MLP`.
     """
 
-    _operation = staticmethod(norm.layer_norm_bwd)
+    _operations = norm.layer_norm_fwd, norm.layer_norm_bwd
 
     def __init__(
         self,
@@ -78,13 +85,6 @@ class LayerNorm(_Norm):
         make = self._make(width, eps, dtype=dtype, master_weights=master_weights, device=device)
         self.bias = make(np.zeros(width)) if flag("bias", bias) else None
 
-    def forward(self, x: Any, run: Pass) -> Any:
-        """See `Block`."""
-        options: dict[str, Any] = {"eps": self.eps, "stream": run.stream}
-        y, context = norm.layer_norm_fwd(x, self.weight.data, self.bias and self.bias.data, **options)
-        run.keep(context, run.needs_gradient(x))
-        return y
-
 
 class RMSNorm(_Norm):
     """y = x / √(mean(x²) + eps) · weight over the columns of each row (Zhang and Sennrich, 2019).
@@ -95,7 +95,7 @@ class RMSNorm(_Norm):
         dtype, master_weights, device: as for `lt.MLP`.
     """
 
-    _operation = staticmethod(norm.rms_norm_bwd)
+    _operations = norm.rms_norm_fwd, norm.rms_norm_bwd
 
     def __init__(
         self,
@@ -107,12 +107,6 @@ class RMSNorm(_Norm):
         device: object = "auto",
     ) -> None:
         self._make(width, eps, dtype=dtype, master_weights=master_weights, device=device)
-
-    def forward(self, x: Any, run: Pass) -> Any:
-        """See `Block`."""
-        y, context = norm.rms_norm_fwd(x, self.weight.data, eps=self.eps, stream=run.stream)
-        run.keep(context, run.needs_gradient(x))
-        return y
 
 
 class Gated(Block):

@@ -155,22 +155,6 @@ class MLP(Block, surrounded=False):
         """The arguments, without the device, from which `MLP` makes a model like this, as values that JSON can hold."""
         return {name: _as_json(getattr(self, name)) for name in _OPTIONS}
 
-    def __repr__(self) -> str:
-        """A table of the layers, with the numbers of their parameters."""
-        masters = ", FP32 master copies" if self.layers[0].weight.master is not None else ""
-        rows = [("layer", "inputs", "outputs", "bias", "activation", "dropout", "parameters")]
-        counts = [sum(each.data.size for each in layer.parameters()) for layer in self.layers]
-        for layer, count in zip(self.layers, counts, strict=True):
-            outputs, inputs = layer.weight.data.shape
-            bias = "no" if layer.bias is None else "yes"
-            what = layer.activation.name, f"{layer.dropout:g}"
-            rows.append((layer.name, str(inputs), str(outputs), bias, *what, f"{count:,}"))
-        rows.append(("total", "", "", "", "", "", f"{sum(counts):,}"))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row[:-1], widths)) + "  " + row[-1].rjust(widths[-1]) for row in rows]
-        masters += ", products in FP8" if self.layers[0].scales else ""
-        return "\n".join([f"MLP on {self.device.description}, {self.dtype.value}{masters}", *lines])
-
     def __call__(self, x: Any, *, stream: Any = None) -> Any:
         """Outputs (M, dims[-1]) for inputs x (M, dims[0]), without dropout or tensors for backward; see `lt.linear`.
 

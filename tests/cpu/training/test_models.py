@@ -185,14 +185,23 @@ def test_training_without_a_step_is_refused_if_there_is_dropout() -> None:
 
 
 def test_a_model_is_shown_as_a_table() -> None:
-    model = lt.MLP([784, 64, 10], dropout=0.1, bias=[True, False], dtype="float16", device="cpu")
-    assert repr(model).splitlines() == [
-        "MLP on cpu, float16, FP32 master copies",
-        "layer   inputs  outputs  bias  activation  dropout  parameters",
-        "layer0  784     64       yes   relu        0.1          50,240",
-        "layer1  64      10       no    none        0               640",
-        "total                                                   50,880",
+    options: dict[str, Any] = {"dtype": "float16", "device": "cpu"}
+    inner = lt.Chain(lt.RMSNorm(64, **options), lt.SwiGLU(64, 96, dropout=0.5, **options))
+    mlp, shared = lt.MLP([784, 64, 64], dropout=0.1, bias=[True, False], **options), lt.Linear(64, 64, **options)
+    assert [line.rstrip() for line in repr(lt.Chain(mlp, shared, lt.Residual(inner), shared)).splitlines()] == [
+        "Chain on cpu, float16, FP32 master copies",
+        "block           kind     inputs  outputs  bias  activation  dropout  parameters",
+        "0.layer0        Linear   784     64       yes   relu        0.1          50,240",
+        "0.layer1        Linear   64      64             none        0             4,096",
+        "3               Linear   64      64       yes   none        0             4,160",
+        "2.inner.0       RMSNorm  64      64                                          64",
+        "2.inner.1       SwiGLU   64      64             silu        0.5               0",
+        "2.inner.1.up    Linear   64      192            none        0            12,288",
+        "2.inner.1.down  Linear   96      64             none        0             6,144",
+        "3               Linear   64      64       yes   none        0                 0",
+        "total                                                                    76,992",
     ]
+    assert repr(lt.Dropout(0.5)).startswith("Dropout\n")
     assert "copies" not in repr(lt.MLP([2, 3], device="cpu"))
 
 
