@@ -11,13 +11,25 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
+import numpy as np
+
 from lt_runtime.arguments import Fixed, check_instance, number, shown
-from lt_runtime.arrays.operand import HOST, device_of
+from lt_runtime.arrays.checks import check_device
+from lt_runtime.arrays.operand import HOST, device_of, read
 from lt_runtime.distributed.protocols import Engine, Wire
 from lt_runtime.environment import local_rank
-from lt_runtime.errors import ArgumentError, GroupError, MissingLibraryError, printable
+from lt_runtime.errors import (
+    ArgumentError,
+    DTypeError,
+    GroupError,
+    KindError,
+    MissingLibraryError,
+    OperandError,
+    printable,
+)
 
 _END: Final = b"\0"  # ends the purpose of a call, which precedes the value of each process
+_SUMMED: Final = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32", "uint64")
 _MPI: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _ELASTIC: Final = "TORCHELASTIC_RUN_ID"
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -73,6 +85,7 @@ class Group(Fixed):
 
     def __init__(self, wire: Wire) -> None:
         self._wire, self._engines = wire, dict[int, Engine]()
+        self._summed = set[str]()  # the shapes and types of arrays that all processes have summed
         self.rank: Final = wire.rank
         self.size: Final = wire.size
         self.local_rank: Final = local_rank()
@@ -108,10 +121,27 @@ class Group(Fixed):
         """Adds up each array over all processes, in place.
 
         Args:
-            first, others: NumPy arrays, or arrays on one GPU, without gaps between their elements.
+            first, others: NumPy arrays, or arrays on one GPU, without gaps between their elements; their shapes and
+                types are the same in all processes.
             stream: handle of the stream for arrays on a GPU.
+
+        Raises:
+            OperandError: an array is on another device, read-only, or has gaps or a type that cannot be summed.
+            GroupError: shapes or types differ between processes. Those that have been compared are not compared again.
         """
-        device = device_of("first", first)
+        device = device_of("arrays[0]", first)
+        operands = [read(f"arrays[{i}]", each, stream or 0) for i, each in enumerate((first, *others))]
+        check_device(*operands)
+        for each in operands:
+            each.check_packed()
+            if each.dtype not in _SUMMED:
+                raise DTypeError(f"{each.name} is {each.dtype}; accepted are {', '.join(_SUMMED)}")
+            if isinstance(each.array, np.ndarray) and not each.array.flags.writeable:
+                raise OperandError(f"{each.name} is read-only; it must be writeable")
+        kinds = [(each.shape, each.dtype) for each in operands]
+        if str(kinds) not in self._summed:
+            self.agree(kinds, "the shapes and types of a sum")
+            self._summed.add(str(kinds))
         self.engine(None if device == HOST else device).sum([first, *others], stream)
 
     def gather(self, value: bytes, what: str) -> list[bytes]:
@@ -123,6 +153,8 @@ class Group(Fixed):
         Raises:
             GroupError: another process has called this for another purpose.
         """
+        check_instance("value", value, bytes, "bytes")
+        check_instance("what", what, str, "a string")
         given = [each.partition(_END) for each in self._wire.gather(what.encode() + _END + value, what)]
         for rank, (purpose, *_) in enumerate(given):
             if purpose != given[0][0]:
@@ -146,9 +178,14 @@ class Group(Fixed):
             what: the meaning of the value, for errors.
 
         Raises:
+            KindError: the value has a type that JSON lacks.
             GroupError: the values differ. All processes raise it, and it names those that differ from most others.
         """
-        texts = [each.decode() for each in self.gather(json.dumps(value, sort_keys=True).encode(), what)]
+        try:
+            own = json.dumps(value, sort_keys=True)
+        except (TypeError, ValueError) as error:
+            raise KindError(f"value is {shown(value)}; it must be of types that JSON has ({error})") from None
+        texts = [each.decode() for each in self.gather(own.encode(), what)]
         usual = Counter(texts).most_common(1)[0][0]
         others = [rank for rank, text in enumerate(texts) if text != usual]
         if others:

@@ -306,6 +306,14 @@ def a_batch_of_another_kind_is_named(group: lt.Group, _: Path) -> None:
         training.step(*batch)
 
 
+@case
+def arrays_of_other_shapes_are_not_summed(group: lt.Group, _: Path) -> None:
+    values = np.ones(3 + group.rank, np.float32)
+    with pytest.raises(lt.errors.GroupError, match=r"rank 1.*shapes and types of a sum"):
+        group.sum(values)
+    assert (values == 1).all()
+
+
 def main(directory: Path) -> None:
     group = lt.group(timeout=40)
     for name, function in CASES.items():

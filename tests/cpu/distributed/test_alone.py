@@ -27,6 +27,32 @@ def test_one_process_has_nothing_to_exchange():
     assert (group.rank, group.size, group.gather(b"x", "a test")) == (0, 1, [b"x"])
 
 
+def test_arrays_that_cannot_be_summed_are_refused():
+    group, fixed = lt.group(), np.zeros(2, np.float32)
+    fixed.setflags(write=False)
+    for array, message in (
+        (np.zeros(2, bool), r"arrays\[1\] is bool; accepted are float16"),
+        (np.zeros((2, 4), np.float32)[:, ::2], r"arrays\[1\] has strides"),
+        (fixed, r"arrays\[1\] is read-only"),
+        ([1.0], r"arrays\[1\] is a list"),
+    ):
+        with pytest.raises(lt.errors.OperandError, match=message):
+            group.sum(np.zeros(2, np.float32), array)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda group: group.gather("a", "a test"), "value is 'a'; it must be bytes"),
+        (lambda group: group.barrier(3), "what is 3; it must be a string"),
+        (lambda group: group.agree({1, 2}, "a test"), r"value is {1, 2}; it must be of types that JSON has"),
+    ],
+)
+def test_values_of_other_kinds_are_refused(call, message):
+    with pytest.raises(lt.errors.KindError, match=message):
+        call(lt.group())
+
+
 @pytest.mark.parametrize("timeout", [0.0, -1.0])
 def test_a_timeout_is_positive(timeout):
     with pytest.raises(lt.errors.ArgumentError, match="timeout is"):
