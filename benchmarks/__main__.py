@@ -16,21 +16,8 @@ from typing import Any, Final
 
 from benchmarks import report, runner
 
-SUITES: Final = (
-    "kernels",
-    "layers",
-    "wide",
-    "untuned",
-    "steps",
-    "models",
-    "torch",
-    "narrow",
-    "host",
-    "growth",
-    "tuning",
-    "cold",
-    "fp8",
-    "scaling",
+SUITES: Final = tuple(
+    "kernels layers wide untuned steps models torch narrow host growth tuning cold fp8 scaling".split()  # noqa: SIM905
 )
 _COMMANDS: Final = {
     "compare": "compare",

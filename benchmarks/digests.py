@@ -21,8 +21,8 @@ _HERE: Final = Path(__file__).parent
 SOURCES: Final = ("benchmarks", "examples", "lt_runtime", "cuda_src")
 """The folders whose files a digest may cover."""
 _PACKAGE: Final = "lt_runtime"
-_STORING: Final = frozenset(f"benchmarks/{name}.py" for name in ("digests", "kept", "report", "runner"))
-"""Modules that store and show times and measure none; digests leave them out."""
+_STORING: Final = frozenset(f"benchmarks/{name}.py" for name in ("digests", "kept", "report", "runner", "scaling_cost"))
+"""Modules that store, show or extrapolate times and measure none; digests leave them out."""
 _SUFFIXES: Final = (".py", ".json", ".cu", ".cuh")
 _INCLUDE: Final = re.compile(rb'#\s*include\s*"([^"]+)"')
 _CUDA_TOKEN: Final = re.compile(r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')""", re.DOTALL)

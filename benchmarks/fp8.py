@@ -22,8 +22,8 @@ from benchmarks import report, timing
 from benchmarks.buffers import normal
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.steps import Setup, StepCase, StepContender, contender, graph_turn, memory_of, modes, timed_row
-from benchmarks.suite import UNTUNED, Job, Suite, plan_cache, variable
+from benchmarks.steps import Setup, StepCase, StepContender, contender, graph_turn, memory_of, timed_row
+from benchmarks.suite import UNTUNED, Job, Suite, modes, plan_cache, variable
 from benchmarks.timing import Contender, Timing, built, take_turns
 
 RECIPES: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
@@ -96,11 +96,8 @@ def precisions(*, all_ways: bool) -> dict[str, Any]:
 
 def measure(case: FP8Case, options: argparse.Namespace, stream: Any) -> Row:
     """Tunes a step in FP8 and in BF16 with an empty plan cache, and times both alternately."""
-    builders = {
-        name: partial(_ours, replace(case, precision=each), stream) for name, each in precisions(all_ways=False).items()
-    }
     with plan_cache(keep=options.keep_plans):
-        contenders, left_out = built(builders)
+        contenders, left_out = built(_ours(case, stream))
         return timed_row(case, contenders, options, stream, left_out=left_out)
 
 
@@ -109,14 +106,9 @@ def measure_compared(case: FP8Case, options: argparse.Namespace, stream: Any) ->
 
     Of each group of other libraries' contenders, only the fastest in bursts is timed sustained.
     """
-    builders: dict[str, Callable[[], StepContender]] = {
-        name: partial(_ours_with_memory, replace(case, precision=each), stream)
-        for name, each in precisions(all_ways=True).items()
-    }
     with plan_cache(keep=options.keep_plans):
-        if not options.ours:
-            builders |= peers(Setup(case, stream), options)
-        contenders, left_out = built(builders)
+        theirs = {} if options.ours else dict(peers(Setup(case, stream), options))
+        contenders, left_out = built(_ours(case, stream, is_compared=True) | theirs)
         row = timed_row(case, contenders, options, stream, left_out=left_out)
         bursts = with_fastest(row.timings)
         turns = {
@@ -134,13 +126,15 @@ def measure_compared(case: FP8Case, options: argparse.Namespace, stream: Any) ->
     return replace(row, timings=bursts, setting={**row.setting, **facts})
 
 
-def _ours(case: FP8Case, stream: Any) -> StepContender:
-    """The contender of lt_runtime: a training step that is tuned when it is made."""
-    return contender(Setup(case, stream))
+def _ours(case: FP8Case, stream: Any, *, is_compared: bool = False) -> dict[str, Callable[[], StepContender]]:
+    """Builders of our contenders, training steps that are tuned when they are made; compared ones tell their memory."""
 
+    def build(of: FP8Case) -> StepContender:
+        made = contender(Setup(of, stream))
+        return made._replace(memory=memory_of(of, stream)) if is_compared else made
 
-def _ours_with_memory(case: FP8Case, stream: Any) -> StepContender:
-    return _ours(case, stream)._replace(memory=memory_of(case, stream))
+    found = precisions(all_ways=is_compared)
+    return {name: partial(build, replace(case, precision=each)) for name, each in found.items()}
 
 
 def peers(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], StepContender]]]:

@@ -17,8 +17,8 @@ from benchmarks import report
 from benchmarks.layers import Block, measure_block, tune
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row, speedups
-from benchmarks.steps import GRAPH, Setup, StepCase, contender, timed_row
-from benchmarks.suite import Job, Suite, plan_cache
+from benchmarks.steps import Setup, StepCase, contender, timed_row
+from benchmarks.suite import GRAPH, Job, Suite, plan_cache
 from benchmarks.timing import Timing, built
 
 ROWS: Final = "rows of a block"

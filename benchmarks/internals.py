@@ -108,19 +108,23 @@ def fp8_pass(shape: tuple[int, int], *, backward: bool) -> Callable[..., None]:
     scale, amax, sums = cp.ones(1, cp.float32), cp.zeros(1, cp.float32), cp.empty(cols, bf16.numpy)
     if not backward:
         cast = CastPass(bf16, "float8_e4m3fn", spec, spec, turned, DEVICE, activation)
-
-        def forward(z: int, out: int, transposed: int, stream: int) -> None:
-            addresses = z, scale.data.ptr, out, transposed, amax.data.ptr
-            cast.launch(KernelCall(addresses, stream), stream_memory(DEVICE, stream))
-
-        return forward
+        return _launching(cast, lambda z, out, transposed: (z, scale.data.ptr, out, transposed, amax.data.ptr))
     derivative = Derivative(activation, Saved.PREACTIVATION, spec, 256)
     cast_gradient = CastGradientPass(bf16, "float8_e5m2", derivative, spec, None, turned, DEVICE)
     partial = cp.empty(cast_gradient.partial_bytes, cp.uint8)
 
-    def run(z: int, dy: int, transposed: int, stream: int) -> None:
-        addresses = dy, scale.data.ptr, 0, transposed, amax.data.ptr, z, sums.data.ptr, partial.data.ptr
-        cast_gradient.launch(KernelCall(addresses, stream), stream_memory(DEVICE, stream))
+    def addresses(z: int, dy: int, transposed: int) -> tuple[int, ...]:
+        return dy, scale.data.ptr, 0, transposed, amax.data.ptr, z, sums.data.ptr, partial.data.ptr
+
+    return _launching(cast_gradient, addresses)
+
+
+def _launching(made: Any, addresses: Callable[..., tuple[int, ...]]) -> Callable[..., None]:
+    """A function that launches a pass; `addresses` puts the caller's addresses in the order of the pass."""
+
+    def run(*given: int) -> None:
+        *some, stream = given
+        made.launch(KernelCall(addresses(*some), stream), stream_memory(DEVICE, stream))
 
     return run
 
@@ -137,20 +141,13 @@ def gated_fp8_pass(shape: tuple[int, int], *, backward: bool) -> Callable[..., N
     rows, cols = shape
     spec, silu = Spec(packed(rows, cols)), Activation("silu")
     scale, amax = cp.ones(1, cp.float32), cp.zeros(1, cp.float32)
-    made: CastGatedPass | CastPass
+    words = scale.data.ptr, amax.data.ptr
     if backward:
         made = CastGatedPass("float8_e5m2", silu, False, spec, DEVICE)
-    else:
-        gate, turned = Spec(Layout(rows, cols, Order.ROW, 2 * cols)), Spec(packed(cols, rows))
-        made = CastPass(DType.BFLOAT16, "float8_e4m3fn", gate, spec, turned, DEVICE, silu, gated=True)
-
-    def run(h: int, *more: int) -> None:
-        *dy, out, transposed, stream = more
-        words = scale.data.ptr, amax.data.ptr
-        addresses = (*dy, h, out, transposed, *words, *words) if dy else (h, words[0], out, transposed, words[1])
-        made.launch(KernelCall(addresses, stream), stream_memory(DEVICE, stream))
-
-    return run
+        return _launching(made, lambda h, dy, *out, _held=(scale, amax): (dy, h, *out, *words, *words))
+    gate, turned = Spec(Layout(rows, cols, Order.ROW, 2 * cols)), Spec(packed(cols, rows))
+    cast = CastPass(DType.BFLOAT16, "float8_e4m3fn", gate, spec, turned, DEVICE, silu, gated=True)
+    return _launching(cast, lambda h, *out, _held=(scale, amax): (h, words[0], *out, words[1]))
 
 
 def fp8_update(weight: Any, grad: Any, *, masters: bool, casts: bool) -> Callable[[int], None]:

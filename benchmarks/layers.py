@@ -7,6 +7,7 @@ holds. Blocks so small that their data stays in the cache in practice have one b
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import itertools
 import json
@@ -23,7 +24,7 @@ from benchmarks.buffers import itemsize, normal
 from benchmarks.kept import is_peer
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.suite import JAX, MAX_AUTOTUNE, TORCH_COMPILE, Job, Suite, plan_cache
+from benchmarks.suite import GRAPH, JAX, MAX_AUTOTUNE, TORCH_COMPILE, Job, Suite, jobs_of, modes, plan_cache
 from benchmarks.timing import Contender, Timing
 
 TYPES: Final[Mapping[str, tuple[str, str]]] = {
@@ -161,28 +162,12 @@ def compared() -> list[Block]:
 # Contenders that run the block through public calls.
 
 
-class Arrays(NamedTuple):
-    """One buffer set: the operands of both layers, and the results of the four passes.
+Arrays = collections.namedtuple("Arrays", "x w1 b1 w2 b2 dy y1 y2 kept dx dw1 db1 dz1 dw2 db2")
+"""One buffer set: the operands of both layers, and the results of the four passes.
 
-    `kept` holds the tensor that forward of the first layer saves for backward; public calls allocate it themselves. dz1
-    is the gradient before the first layer's activation.
-    """
-
-    x: Any
-    w1: Any
-    b1: Any
-    w2: Any
-    b2: Any
-    dy: Any
-    y1: Any
-    y2: Any
-    kept: Any
-    dx: Any
-    dw1: Any
-    db1: Any
-    dz1: Any
-    dw2: Any
-    db2: Any
+`kept` holds the tensor that forward of the first layer saves for backward; public calls allocate it themselves. dz1 is
+the gradient before the first layer's activation.
+"""
 
 
 def arrays(block: Block, make: Callable[[tuple[int, ...], str], Any] = normal) -> Arrays:
@@ -272,14 +257,10 @@ def _others(block: Block, buffers: Sequence[Arrays]) -> tuple[Builders, Builders
     """
     from benchmarks import splits
 
-    addresses = [Arrays(*(array.data.ptr for array in each)) for each in buffers]
     chain = splits.chain_of(block)
 
-    def contender(plans: splits.Plans) -> Contender:
-        return Contender(lambda i, stream: plans.run(addresses[i], stream))
-
     def candidate(split: splits.Split, choose: splits.Choose = splits.known_algorithm) -> Contender:
-        return contender(splits.by_split(chain, split, choose))
+        return splits.by_split(chain, split, choose).contender(buffers)
 
     fused, refused = splits.fused_first(chain)
     plans = {"lt_priors": splits.by_priors(chain), "lt_fused_top1": fused, "lt_split_top1": splits.split_first(chain)}
@@ -290,23 +271,17 @@ def _others(block: Block, buffers: Sequence[Arrays]) -> tuple[Builders, Builders
     candidates["as chosen, first algorithms"] = partial(candidate, split, splits.heuristic_algorithm)
     names = {name: str(splits.split_of(each)) for name, each in ({"lt": chosen} | plans).items()}
     facts = {"splits": names, "fusion_refused": refused}
-    return {name: partial(contender, each) for name, each in plans.items()}, candidates, facts
+    return {name: partial(each.contender, buffers) for name, each in plans.items()}, candidates, facts
 
 
 def _peers(block: Block, buffers: Sequence[Arrays], options: argparse.Namespace) -> Builders:
-    made: Builders = {"torch_graph": peer("torch_layers", "eager", block, buffers)}
-    if options.torch_compile:
-        made[TORCH_COMPILE] = peer("torch_layers", "compiled", block, buffers, "default")
-    if options.max_autotune:
-        made[MAX_AUTOTUNE] = peer("torch_layers", "compiled", block, buffers)
-    if options.jax:
-        made[JAX] = peer("jax_layers", "block", block, buffers)
-    return made
+    theirs = {name: peer("torch_kernels", "block", block, buffers, mode) for name, mode in modes(options).items()}
+    return theirs | ({JAX: peer("jax_layers", "block", block, buffers)} if options.jax else {})
 
 
 # Functions that compute the figures over all rows for the suite's summary.
 
-_OTHERS: Final = ("lt_priors", "lt_fused_top1", "lt_split_top1", "torch_graph", TORCH_COMPILE, MAX_AUTOTUNE, JAX)
+_OTHERS: Final = ("lt_priors", "lt_fused_top1", "lt_split_top1", GRAPH, TORCH_COMPILE, MAX_AUTOTUNE, JAX)
 
 
 def no_loss(timings: Mapping[str, Timing], candidates: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
@@ -323,14 +298,8 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    """Makes a job for each block of two layers that the command line selects; `--only` filters them later."""
-    chosen = [
-        block
-        for block in (compared() if options.torch_compile or options.max_autotune or options.jax else blocks())
-        if options.dtype in (None, block.kind) and options.activation in (None, block.activation)
-    ]
-    return {block.name: partial(measure_block, block, options) for block in chosen}
+    has_more_peers = options.torch_compile or options.max_autotune or options.jax
+    return jobs_of(measure_block, compared() if has_more_peers else blocks(), options)
 
 
-_NAMES: Final = [block.name for block in blocks()]
-SUITE: Final = Suite(rounds=9, order=_NAMES, jobs=_jobs, findings=findings)
+SUITE: Final = Suite(rounds=9, order=[block.name for block in blocks()], jobs=_jobs, findings=findings)

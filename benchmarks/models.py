@@ -18,17 +18,8 @@ import numpy as np
 from benchmarks import report
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.steps import (
-    GRAPH,
-    Setup,
-    StepCase,
-    StepContender,
-    contender,
-    memory_of,
-    modes,
-    timed_row,
-)
-from benchmarks.suite import JAX, MAX_AUTOTUNE, TORCH_COMPILE, Suite, plan_cache
+from benchmarks.steps import Setup, StepCase, StepContender, contender, memory_of, timed_row
+from benchmarks.suite import GRAPH, JAX, MAX_AUTOTUNE, TORCH_COMPILE, Suite, modes, plan_cache
 from benchmarks.timing import built
 
 NORM_EPSILON: Final = 1e-6

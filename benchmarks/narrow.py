@@ -19,8 +19,8 @@ from benchmarks.buffers import itemsize
 from benchmarks.copies import measured_copies
 from benchmarks.layers import tune
 from benchmarks.report import Finding, Json, Row
-from benchmarks.steps import GRAPH, Setup, StepCase, contender, peers, timed_row
-from benchmarks.suite import JAX, MAX_AUTOTUNE, TORCH_COMPILE, Suite, plan_cache
+from benchmarks.steps import Setup, StepCase, contender, peers, timed_row
+from benchmarks.suite import GRAPH, JAX, MAX_AUTOTUNE, TORCH_COMPILE, Suite, plan_cache
 from benchmarks.timing import built
 
 _INPUTS_AND_OUTPUTS: Final = {16: (16, 3), 32: (32, 3), 64: (64, 3), 96: (48, 16), 128: (128, 10)}

@@ -8,13 +8,10 @@ result file also has predictions for more GPUs, see `scaling_cost`.
 from __future__ import annotations
 
 import argparse
-import atexit
 import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import Any, ClassVar, Final
@@ -22,7 +19,7 @@ from typing import Any, ClassVar, Final
 from benchmarks import report, steps
 from benchmarks.report import Finding, Json, Row
 from benchmarks.steps import Setup, StepCase, contender, graph_turn
-from benchmarks.suite import CACHE_VARIABLE, Job, Suite, last_line, plan_cache
+from benchmarks.suite import CACHE_VARIABLE, Job, Suite, last_line, plan_cache, run_folder
 from benchmarks.timing import Timing, take_turns
 
 ALONE, PAIR, SUMS = "lt_one_of_two", "lt_two", "lt_sums"
@@ -45,23 +42,6 @@ CASES: Final = {
     for case in steps.CASES
     if case.preset == preset and case.kind == "bf16"
 }
-
-
-class GroupSetup(Setup):
-    """A `Setup` whose training step runs in a group of processes."""
-
-    def __init__(self, case: StepCase, stream: Any, group: Any) -> None:
-        super().__init__(case, stream)
-        self.group = group
-
-    def step(self) -> Any:
-        """A captured step of the group, whose process 0 tunes."""
-        import lt_runtime as lt
-
-        case = self.case
-        options: dict[str, Any] = {"loss": case.objective, "batch_size": case.batch_shape[0], "tune": case.tune}
-        self.made = lt.TrainStep(self.model, self.optimizer, group=self.group, **options)
-        return self.made
 
 
 def measure(case: StepCase, options: argparse.Namespace, plans: str, stream: Any) -> Row:
@@ -95,7 +75,7 @@ def _turns(case: StepCase, stream: Any, group: Any, which: Mapping[str, bool]) -
     """
     # The group's step comes first, because its tuning serves the steps without a group in all processes.
     order = sorted(which, key=which.__getitem__, reverse=True)
-    setups = {name: GroupSetup(case, stream, group if which[name] else None) for name in order}
+    setups = {name: Setup(case, stream, group if which[name] else None) for name in order}
     made = {name: contender(setup) for name, setup in setups.items()}
     turns = {name: graph_turn(made[name], case.replays, stream) for name in which}
     if group.size > 1:
@@ -167,8 +147,7 @@ def facts(rows: Sequence[Json]) -> Json:
 
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    plans = tempfile.mkdtemp(prefix="lt_runtime_scaling_")
-    atexit.register(shutil.rmtree, plans, ignore_errors=True)
+    plans = run_folder()
     return {name: partial(measure, case, options, plans) for name, case in CASES.items()}
 
 

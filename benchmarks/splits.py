@@ -5,11 +5,12 @@ Only this module, `internals`, `priors` and `untuned` import private parts of lt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from benchmarks.layers import Arrays
+from benchmarks.timing import Contender
 from lt_runtime.errors import PlanError
 from lt_runtime.kernels.call import Call
 from lt_runtime.plans.cache import LayerProblem, make_layer_plan, prior_plan
@@ -56,6 +57,11 @@ class Plans(NamedTuple):
     second: ForwardPlan
     through: BackwardPlan
     last: BackwardPlan
+
+    def contender(self, buffers: Sequence[Arrays]) -> Contender:
+        """The contender that runs the block by these plans."""
+        addresses = [Arrays(*(array.data.ptr for array in each)) for each in buffers]
+        return Contender(lambda i, stream: self.run(addresses[i], stream))
 
     def run(self, at: Arrays, stream: int) -> None:
         """Launches the block's four passes on a stream; `at` holds addresses."""

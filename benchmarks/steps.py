@@ -23,16 +23,13 @@ from benchmarks.buffers import labels, normal, repeated_values
 from benchmarks.layers import BYTES_PER_US, FLOPS_PER_US, Typed, presets, tune
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.suite import JAX, MAX_AUTOTUNE, TORCH_COMPILE, Job, Suite, plan_cache
+from benchmarks.suite import GRAPH, JAX, MAX_AUTOTUNE, TORCH_COMPILE, Job, Suite, modes, plan_cache
 from benchmarks.timing import Timing, Turn, built, synchronize, take_turns, timed
 
 LEARNING_RATE: Final = 1e-3
 WEIGHT_DECAY: Final = 0.01
 PREFETCH: Final = "prefetch gpt2-mlp-x2 BF16"
 
-GRAPH: Final = "torch_graph"
-AUTOTUNE: Final = "max-autotune-no-cudagraphs"
-"""The mode in which torch.compile makes the contenders `torch_max_autotune`."""
 # Compiling takes a minute and more. Autocast is not compiled: it was 16 % to 27 % slower than BF16 parameters.
 _COMPILED_WAYS: Final = (None, "bf16")
 
@@ -176,12 +173,13 @@ class Setup:
             graphs' buffers.
         x, target: the first batch.
         stream: a CuPy stream that can be captured.
+        group: the group of processes in which the steps run, if any.
     """
 
-    def __init__(self, case: StepCase, stream: Any) -> None:
+    def __init__(self, case: StepCase, stream: Any, group: Any = None) -> None:
         import lt_runtime as lt
 
-        self.case, self.stream = case, stream
+        self.case, self.stream, self.group = case, stream, group
         with repeated_values():
             self.model = case.model()
         parameters = self.model.parameters()
@@ -212,8 +210,10 @@ class Setup:
 
         case = self.case
         options: dict[str, Any] = {"loss": case.objective, "batch_size": case.batch_shape[0], "tune": case.tune}
+        options |= {} if self.group is None else {"group": self.group}
         ema = None if case.decay is None else lt.EMA(self.model, case.decay)
-        return lt.TrainStep(self.model, self.optimizer, ema=ema, **options)
+        self.made = lt.TrainStep(self.model, self.optimizer, ema=ema, **options)
+        return self.made
 
     def calls(self, step: Any) -> Callable[[int], None]:
         """A function that makes a number of steps over the batches, as a script does."""
@@ -360,17 +360,6 @@ def peers(
             yield name + suffix, peer("torch_steps", "contender", setup, way, compiled=mode)
     if options.jax:
         yield JAX, peer("jax", "step", setup, called=called)
-
-
-def modes(options: argparse.Namespace, *, compiled: bool = False) -> dict[str, str | None]:
-    """By the names of PyTorch's contenders, the modes of torch.compile; None for the one that is not compiled.
-
-    Args:
-        compiled: whether the default mode takes part even if no option asks for it.
-    """
-    made: dict[str, str | None] = {GRAPH: None}
-    made |= {TORCH_COMPILE: "default"} if compiled or options.torch_compile else {}
-    return made | ({MAX_AUTOTUNE: AUTOTUNE} if options.max_autotune else {})
 
 
 def graph_turn(contender: StepContender, count: int, stream: Any) -> Turn:

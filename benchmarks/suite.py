@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +19,9 @@ from typing import Any, Final, Self
 
 from benchmarks.report import Finding, Json, Row
 
+GRAPH: Final = "torch_graph"
+AUTOTUNE: Final = "max-autotune-no-cudagraphs"
+"""The mode in which torch.compile makes the contenders `torch_max_autotune`."""
 MAX_AUTOTUNE: Final = "torch_max_autotune"
 TORCH_COMPILE: Final = "torch_compile"
 JAX: Final = "jax"
@@ -55,12 +60,33 @@ class Suite:
 
     @classmethod
     def of(cls, measure: Callable[..., Row], cases: Sequence[Any], **attributes: Any) -> Self:
-        """A suite of cases, each of which has a `name` and is measured by `measure(case, options, stream)`."""
+        """A suite of cases, each of which has a `name` and is measured by `measure(case, options, stream)`.
 
-        def jobs(options: argparse.Namespace) -> dict[str, Job]:
-            return {case.name: partial(measure, case, options) for case in cases}
+        The options `--dtype` and `--activation` choose cases by their `kind` and `activation`.
+        """
+        return cls(order=[case.name for case in cases], jobs=partial(jobs_of, measure, cases), **attributes)
 
-        return cls(order=[case.name for case in cases], jobs=jobs, **attributes)
+
+def jobs_of(measure: Callable[..., Row], cases: Sequence[Any], options: argparse.Namespace) -> dict[str, Job]:
+    """The jobs of the cases that the options choose; see `Suite.of`."""
+    chosen = (
+        case
+        for case in cases
+        if options.dtype in (None, getattr(case, "kind", None))
+        and options.activation in (None, getattr(case, "activation", None))
+    )
+    return {case.name: partial(measure, case, options) for case in chosen}
+
+
+def modes(options: argparse.Namespace, *, compiled: bool = False) -> dict[str, str | None]:
+    """By the names of PyTorch's contenders, the modes of torch.compile; None for the one that is not compiled.
+
+    Args:
+        compiled: whether the default mode takes part even if no option asks for it.
+    """
+    made: dict[str, str | None] = {GRAPH: None}
+    made |= {TORCH_COMPILE: "default"} if compiled or options.torch_compile else {}
+    return made | ({MAX_AUTOTUNE: AUTOTUNE} if options.max_autotune else {})
 
 
 @contextlib.contextmanager
@@ -111,6 +137,13 @@ def variable(name: str, value: str) -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
+
+
+def run_folder() -> str:
+    """Makes a temporary directory, which is removed when the process ends."""
+    made = tempfile.mkdtemp(prefix="lt_runtime_run_")
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    return made
 
 
 def matches(pattern: str | None, name: str) -> bool:

@@ -24,18 +24,7 @@ from typing import Any, Final
 from benchmarks import digests, fp8, kept, plot, report, runner, scaling_cost, torch, tuning
 from benchmarks import growth as grown
 from benchmarks.__main__ import SUITES
-from benchmarks.kept import (
-    WANTED,
-    Comparison,
-    against,
-    comparisons,
-    label,
-    mark,
-    missing_peers,
-    peers_of,
-    result,
-    rows_of,
-)
+from benchmarks.kept import WANTED, Comparison, against, comparisons, label, mark, missing_peers, result, rows_of
 from benchmarks.report import COPY_FLOOR, PEAK_FLOOR, Finding, Json, geometric_mean, speedups
 
 PAGE: Final = Path(__file__).parent / "README.md"
@@ -57,7 +46,7 @@ Lines = Sequence[Sequence[str]]
 
 
 def _peers(row: Json) -> str:
-    return ", ".join(peers_of(row))
+    return ", ".join(kept.peers_of(row))
 
 
 def us(value: float | None) -> str:
@@ -94,7 +83,7 @@ def _source(suite: str) -> str:
     told = f"`{suite}`, {_at_commit(rows)}, from {dates[0]} to {dates[-1]}"
     told += f" on {machine['gpu']} with driver {machine['driver']}"
     told += f" and cuBLASLt {machine['cublaslt'] // 10000}.{machine['cublaslt'] // 100 % 100}"
-    names = dict.fromkeys(name for row in rows for name in peers_of(row))
+    names = dict.fromkeys(name for row in rows for name in kept.peers_of(row))
     versions = [f"{name} {machine.get(_VERSIONS[name], 'of a version that was not recorded')}" for name in names]
     return told + (f", against {', '.join(versions)}" if versions else "")
 
@@ -138,17 +127,15 @@ _AGAINST: Final = {
 def layers() -> str:
     """Table of layers: mean and worst block against each contender, and tuned plans against the best candidates."""
     rows = rows_of("layers")
+    made = _means("layers", lambda row: "")
     losses = [row["chosen_vs_best"] for row in rows if "chosen_vs_best" in row and not row["stale"]]
     seconds = [row["tuning_s"] for row in rows if "tuning_s" in row and not row["stale"]]
     if not (losses and seconds):
-        return _means("layers", lambda row: "")
-    near = sum(loss <= 1.03 for loss in losses) / len(losses)
-    return (
-        _means("layers", lambda row: "")
-        + f"\n\nThe tuned plan is within 3 % of the best candidate in {100 * near:.0f} % of "
-        f"{len(losses)} blocks, and at most {100 * (max(losses) - 1):.1f} % slower. Tuning a block takes "
-        f"{statistics.median(seconds):.2f} s at the median."
-    )
+        return made
+    near = f"{100 * sum(loss <= 1.03 for loss in losses) / len(losses):.0f} % of {len(losses)} blocks"
+    slowest, tuning = f"{100 * (max(losses) - 1):.1f} % slower", f"{statistics.median(seconds):.2f} s at the median"
+    told = f"The tuned plan is within 3 % of the best candidate in {near}, and at most {slowest}."
+    return f"{made}\n\n{told} Tuning a block takes {tuning}."
 
 
 def wide() -> str:
@@ -188,31 +175,36 @@ def steps() -> str:
         masters = ", FP32 masters" if row["type"] == "bf16" and row["master"] else ""
         of_layers = f"{_ACTIVATIONS[row['activation']]}, {row['loss'].replace('_', '-')}"
         what = f"{'-'.join(map(str, row['dims']))}, batch {row['rows']}, {of_layers}, {row['type'].upper()}{masters}"
-        what += mark(row)
         untuned = f"{us(row['us']['lt_untuned'])}, {times(row['us']['lt_untuned'] / row['us']['lt'])}"
         called = us(row["us"].get("lt_call")), peer(against(row, ours="lt_call"))
-        memory = f"{row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
-        lines.append([what, us(row["us"]["lt"]), peer(against(row)), *called, untuned, memory, _peers(row)])
+        cells = us(row["us"]["lt"]), peer(against(row)), *called, untuned, _memory(row), _peers(row)
+        lines.append([what + mark(row), *cells])
     called = "called", "fastest peer, called"
-    others = "lt_runtime untuned", "memory / PyTorch's", _MEASURED_AGAINST
-    headings = "MLP", "lt_runtime", "fastest peer", *called, *others
-    return markdown(headings, lines)
+    others = "lt_runtime untuned", _MEMORY, _MEASURED_AGAINST
+    return markdown(["MLP", "lt_runtime", "fastest peer", *called, *others], lines)
+
+
+_MEMORY: Final = "memory / PyTorch's"
+
+
+def _memory(row: Json) -> str:
+    return f"{row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
 
 
 def models() -> str:
     """Table of training steps of models of blocks."""
-    lines = [
-        [
-            row["case"] + mark(row),
+    lines = []
+    for row in rows_of("models"):
+        graph = row["ratio"].get("torch_graph")
+        cells = (
             us(row["us"]["lt"]),
             peer(against(row)),
-            times(row["ratio"]["torch_graph"]),
-            f"{row['memory_ratio']:.2f}",
+            "" if graph is None else times(graph),
+            _memory(row),
             _peers(row),
-        ]
-        for row in rows_of("models")
-    ]
-    headings = "model", "lt_runtime", "fastest peer", "PyTorch in a graph", "memory / PyTorch's", _MEASURED_AGAINST
+        )
+        lines.append([row["case"] + mark(row), *cells])
+    headings = "model", "lt_runtime", "fastest peer", "PyTorch in a graph", _MEMORY, _MEASURED_AGAINST
     return markdown(headings, lines)
 
 
@@ -226,7 +218,7 @@ def torch_models() -> str:
         memory = [f"{ratio:.2f}" if (ratio := torch.memory_ratio(row, way)) else "" for way in torch.WAYS[1::2]]
         lines.append([row["case"] + mark(row), *cells, "" if liger is None else times(liger), *memory])
     headings = "eager", "in a graph", "compiled", "compiled, in a graph", "Liger at best"
-    return markdown(("model", *headings, "memory / PyTorch's in a graph", "compiled, in a graph"), lines)
+    return markdown(("model", *headings, f"{_MEMORY} in a graph", "compiled, in a graph"), lines)
 
 
 def torch_fp8() -> str:
@@ -267,8 +259,7 @@ def fp8_steps() -> str:
     for row in rows_of("fp8"):
         if "lt" in row.get("sustained_us", {}):
             cells = [cell for times_of in ("us", "sustained_us") for cell in _fp8_cells(row[times_of])]
-            memory = f"{row['memory_ratio']:.2f}" if "memory_ratio" in row else ""
-            lines.append([f"{row['case']}, batch {row['rows']}{mark(row)}", *cells, memory])
+            lines.append([f"{row['case']}, batch {row['rows']}{mark(row)}", *cells, _memory(row)])
     others = "our BF16", "PyTorch in BF16", "torchao"
     headings = "MLP", "FP8, bursts", *others, "FP8, sustained", *others, "memory / BF16's"
     return markdown(headings, lines)
@@ -376,10 +367,8 @@ def scaling_predicted() -> str:
         for case, found in cases.items():
             alone, rows = known[case]["us"]["lt"], known[case]["rows"]
             shares = [f"{100 * alone / value:.0f} %" for value in found.values()]
-            most = [
-                rows * (value / alone - 1) * (1 / _SHOWS - 1) for value in (min(found.values()), max(found.values()))
-            ]
-            below = " to ".join(f"{each / 1e3:.0f}" for each in most)
+            ends = min(found.values()), max(found.values())
+            below = " to ".join(f"{rows * (each / alone - 1) * (1 / _SHOWS - 1) / 1e3:.0f}" for each in ends)
             lines.append([network, case + mark(known[case]), *shares, below])
     counts = [f"{gpus} GPUs" for gpus in scaling_cost.GPUS]
     return markdown(["network", "MLP", *counts, "shows below this batch, thousands"], lines)

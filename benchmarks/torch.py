@@ -22,10 +22,7 @@ from benchmarks.suite import Suite, plan_cache
 
 WAYS: Final = ("eager", "graph", "compile", "compile_graph")
 """Ways in which steps run. A contender is named LIBRARY_WAY, such as "torch_graph"."""
-_OTHER_MODES: Final = {
-    "torch_compile": ("torch_max_autotune",),
-    "torch_compile_graph": ("torch_max_autotune_graph",),
-}
+_OTHER_MODES: Final = {"torch_compile": ("torch_max_autotune",), "torch_compile_graph": ("torch_max_autotune_graph",)}
 
 
 _WITH_LIGER: Final = "lt", "torch", "liger"
@@ -63,39 +60,21 @@ class TorchCase:
         return self.ours == "lt_eager"
 
 
+_LLAMA: Final = {"rows": 4096, "width": 4096, "hidden": 14336}
+_STACK: Final = {"rows": 8192, "width": 1024, "hidden": 2752, "layers": 12}
+_HEAD: Final = {"rows": 4096, "width": 4096, "classes": 128256}
 CASES: Final = (
     TorchCase("GPT-2 124M 8x1024", "gpt2", steps=200),
     TorchCase("GPT-2 124M 8x1024, linear_cross_entropy", "gpt2", {"chunked": True}, libraries=_WITH_LIGER),
     TorchCase("BERT-base 32x128, dropout", "bert"),
     TorchCase("ViT-L/16 64 images", "vit"),
     TorchCase("T5-small 32x256, dropout", "t5"),
-    TorchCase(
-        "Llama-like block 4096x4096-14336",
-        "stack",
-        {"rows": 4096, "width": 4096, "hidden": 14336},
-        libraries=_WITH_LIGER,
-    ),
-    TorchCase(
-        "stack 12 x 8192x1024-2752",
-        "stack",
-        {"rows": 8192, "width": 1024, "hidden": 2752, "layers": 12},
-        libraries=_WITH_LIGER,
-    ),
+    TorchCase("Llama-like block 4096x4096-14336", "stack", _LLAMA, _WITH_LIGER),
+    TorchCase("stack 12 x 8192x1024-2752", "stack", _STACK, _WITH_LIGER),
     TorchCase("DLRM bottom MLP, batch 8192", "mlp", {"rows": 8192, "dims": (13, 512, 256, 64)}),
     TorchCase("DLRM top MLP, batch 8192", "mlp", {"rows": 8192, "dims": (479, 1024, 1024, 512, 256, 1)}),
-    TorchCase(
-        "linear_cross_entropy 4096x128256x4096",
-        "head",
-        {"rows": 4096, "width": 4096, "classes": 128256},
-        libraries=_WITH_LIGER,
-    ),
-    TorchCase(
-        "FP8 Llama-like block 4096x4096-14336",
-        "stack",
-        {"rows": 4096, "width": 4096, "hidden": 14336},
-        libraries=_IN_FP8,
-        ours="lt_fp8_graph",
-    ),
+    TorchCase("linear_cross_entropy 4096x128256x4096", "head", _HEAD, _WITH_LIGER),
+    TorchCase("FP8 Llama-like block 4096x4096-14336", "stack", _LLAMA, _IN_FP8, ours="lt_fp8_graph"),
     TorchCase("FP8 GPT-2 124M 8x1024", "gpt2", libraries=_IN_FP8[:2], ours="lt_fp8_graph"),
     TorchCase("host: linear GELU 64x64x64", "layer", {"size": 64}, ours="lt_eager"),
 )
@@ -118,11 +97,8 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
             made += [make(f"{library}_{way} / lt_{way}", found) for make in (report.mean, report.worst) if found]
         memory = _by_case(rows, partial(memory_ratio, way=way))
         made += [report.worst(f"memory of lt_{way} / torch_{way}", memory, at_most=True)] if memory else []
-        for other in (f"{library}_{way}" for library in _IN_FP8[1:]):
-            in_fp8 = f"lt_fp8_{way}"
-            found = {
-                row["case"]: row["us"][other] / row["us"][in_fp8] for row in rows if {other, in_fp8} <= {*row["us"]}
-            }
+        for other, in_fp8 in ((f"{library}_{way}", f"lt_fp8_{way}") for library in _IN_FP8[1:]):
+            found = report.speedups(rows, other, in_fp8)
             made += [report.worst(f"{other} / {in_fp8}", found, _LEAST.get(other))] if found else []
     return made
 

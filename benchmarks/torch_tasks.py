@@ -82,19 +82,9 @@ def of_lt(precision: Any = None) -> Kit:
         made = ltt.Linear(size, size, activation="gelu")
         return made, [*made.parameters()]
 
-    norm, gated = (
-        partial(ltt.RMSNorm, eps=NORM_EPSILON),
-        partial(ltt.FeedForward, activation="silu", gated=True, bias=False, precision=precision),
-    )
-    return Kit(
-        partial(ltt.replace, precision=precision),
-        norm,
-        gated,
-        layer,
-        ltt.cross_entropy,
-        ltt.linear_cross_entropy,
-        ltt.AdamW,
-    )
+    adapt, norm = partial(ltt.replace, precision=precision), partial(ltt.RMSNorm, eps=NORM_EPSILON)
+    gated = partial(ltt.FeedForward, activation="silu", gated=True, bias=False, precision=precision)
+    return Kit(adapt, norm, gated, layer, ltt.cross_entropy, ltt.linear_cross_entropy, ltt.AdamW)
 
 
 def of_liger() -> Kit:

@@ -15,8 +15,8 @@ import torch
 import lt_runtime.torch as ltt
 from benchmarks import torch_tasks
 from benchmarks.report import Row
-from benchmarks.steps import AUTOTUNE, timed_calls
-from benchmarks.suite import matches
+from benchmarks.steps import timed_calls
+from benchmarks.suite import AUTOTUNE, matches
 from benchmarks.timing import Call, HostTurn, Turn, built, repeat, take_turns
 from benchmarks.torch import TorchCase
 

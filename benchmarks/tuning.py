@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 
-from benchmarks import timing
-from benchmarks.layers import REPRESENTATIVE, Block, arrays, blocks, ours, tune
+from benchmarks.layers import REPRESENTATIVE, Block, blocks, measure_block
 from benchmarks.report import Finding, Json, Row
-from benchmarks.suite import CACHE_VARIABLE, Job, Suite, last_line, plan_cache
+from benchmarks.suite import CACHE_VARIABLE, Job, Suite, last_line, plan_cache, run_folder
 from benchmarks.timing import summarise
 
 SECOND: Final = "plans in a second process"
@@ -31,13 +27,9 @@ _BLOCKS: Final = [block for block in blocks() if block.layer in LAYERS and block
 
 def measure(block: Block, options: argparse.Namespace, plans: str, stream: Any) -> Row:
     """Tunes a block and measures it; `plans` is the folder for the plan cache, which the second process reads."""
-    sets = block.sets(timing.cache_size())
-    buffers = [arrays(block) for _ in range(sets)]
+    alone = argparse.Namespace(**vars(options) | {"keep_plans": True, "ours": True})
     with plan_cache(plans):
-        facts = block.as_json() | tune(block).as_json()
-        builders = {"lt": partial(ours, block, buffers)}
-        timings, left_out = timing.measure(builders, sets, block.repetitions(sets), options.rounds, stream)
-    return Row(block.name, timings, setting=facts, left_out=left_out)
+        return measure_block(block, alone, stream, strategies=False)
 
 
 def measure_second_process(names: Sequence[str], plans: str, _: Any) -> Row:
@@ -74,8 +66,7 @@ def _quantiles(what: str, values: Sequence[float]) -> list[Finding]:
 
 def _jobs(options: argparse.Namespace) -> dict[str, Job]:
     """The last job starts a process that reads the plan cache filled by the jobs before it."""
-    folder, tuned = tempfile.mkdtemp(prefix="lt_runtime_plans_"), list[str]()
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder, tuned = run_folder(), list[str]()
 
     def measured(block: Block, stream: Any) -> Row:
         tuned.append(block.name)

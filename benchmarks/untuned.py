@@ -19,7 +19,7 @@ from typing import Any, Final
 from benchmarks import layers, report, timing
 from benchmarks.layers import TYPES, Block
 from benchmarks.report import Finding, Json, Row, speedups
-from benchmarks.suite import Job, Suite, plan_cache
+from benchmarks.suite import Suite, plan_cache
 from benchmarks.wide import FIT, JUDGE, STRATA, Shape
 
 ACTIVATIONS: Final = ("none", "relu", "leaky_relu", "sigmoid", "tanh", "gelu", "gelu_erf", "silu")
@@ -74,21 +74,15 @@ def measure(block: Block, options: argparse.Namespace, stream: Any) -> Row:
     stratum, half = block.group.split()
     setting = block.as_json() | {"stratum": stratum, "half": half, "when": report.now()}
     buffers = [layers.arrays(block) for _ in range(sets)]
-    addresses = [layers.Arrays(*(array.data.ptr for array in each)) for each in buffers]
-
-    def contender(plans: splits.Plans) -> timing.Contender:
-        return timing.Contender(lambda i, stream: plans.run(addresses[i], stream))
-
     with plan_cache():
         untuned = splits.by_priors(chain)
         if half == FIT:
             setting["strategies"] = {role: _by_strategies(problem) for role, problem in splits.roles(chain)}
         tuned = layers.tune(block)
-        decided = splits.decided(chain)
-        plans = {"lt": decided, "lt_priors": untuned}
+        plans = {"lt": splits.decided(chain), "lt_priors": untuned}
         setting["splits"] = {name: str(splits.split_of(each)) for name, each in plans.items()}
-        setting |= {"tuning_s": round(tuned.seconds, 3), "products": _products(decided, untuned)}
-        builders = {name: partial(contender, each) for name, each in plans.items()}
+        setting |= {"tuning_s": round(tuned.seconds, 3)}
+        builders = {name: partial(each.contender, buffers) for name, each in plans.items()}
         timings, left_out = timing.measure(builders, sets, count, options.rounds, stream)
     return Row(block.name, timings, setting=setting, left_out=left_out)
 
@@ -115,35 +109,6 @@ def _by_strategies(problem: Any) -> dict[str, float]:
     return {strategy_name(each): round(time.median_us, 3) for each, time in times.items()}
 
 
-def _products(*of_plans: Any) -> list[list[Any]]:
-    """The measured products: shape, epilogue, times of the first and of the best algorithm, and both algorithms.
-
-    A product that several plans share is listed once.
-    """
-    from benchmarks.splits import DEVICE
-    from lt_runtime.products.methods import configuration, heuristic_algorithm
-    from lt_runtime.store.keys import problem_key
-    from lt_runtime.store.plan_store import plan_store
-
-    parts, store = itertools.chain.from_iterable(of_plans), plan_store(DEVICE)
-    problems = dict.fromkeys(product.problem for part in parts for product in part.products.values())
-    found = []
-    for problem in problems:
-        entry = store.product(problem_key(problem))
-        if entry is not None:
-            first = configuration(heuristic_algorithm(problem, DEVICE).blob)
-            times = round(entry.first_us, 3), round(entry.us, 3)
-            place = problem.b.layout.order.value
-            shape = [problem.m, problem.n, problem.k]
-            found.append([shape, place, problem.epilogue.value, *times, _short(first), _short(entry.config)])
-    return found
-
-
-def _short(config: dict[str, int]) -> dict[str, int]:
-    """The attributes of an algorithm's configuration that are not 0."""
-    return {name: value for name, value in config.items() if value}
-
-
 def findings(rows: Sequence[Json]) -> list[Finding]:
     """The suite's summary: tuned time over untuned time of blocks that no fit has read, by type and by activation."""
     judged = [row for row in rows if row.get("half") == JUDGE]
@@ -160,9 +125,4 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
     return made
 
 
-def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    found = [each for each in blocks() if options.dtype in (None, each.kind)]
-    return {block.name: partial(measure, block, options) for block in found}
-
-
-SUITE: Final = Suite(rounds=5, order=[block.name for block in blocks()], jobs=_jobs, findings=findings)
+SUITE: Final = Suite.of(measure, blocks(), rounds=5, findings=findings)

@@ -10,13 +10,12 @@ import argparse
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final
 
 from benchmarks import report
 from benchmarks.layers import Block, measure_block
 from benchmarks.report import Finding, Json, Row, speedups
-from benchmarks.suite import MAX_AUTOTUNE, TORCH_COMPILE, Job, Suite
+from benchmarks.suite import MAX_AUTOTUNE, TORCH_COMPILE, Suite
 
 FIT: Final = "fit"
 JUDGE: Final = "judge"
@@ -103,10 +102,4 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
     return made
 
 
-def _jobs(options: argparse.Namespace) -> dict[str, Job]:
-    found = [each for each in blocks() if options.dtype in (None, each.kind)]
-    return {block.name: partial(measure, block, options) for block in found}
-
-
-_NAMES: Final = [block.name for block in blocks()]
-SUITE: Final = Suite(rounds=5, order=_NAMES, jobs=_jobs, findings=findings)
+SUITE: Final = Suite.of(measure, blocks(), rounds=5, findings=findings)

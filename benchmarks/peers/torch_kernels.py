@@ -1,10 +1,11 @@
-"""PyTorch's contenders in the suite `kernels`; tensors and captures for all suites."""
+"""PyTorch's contenders in the suites `kernels` and `layers`; tensors and captures for all suites."""
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy as cp
@@ -12,7 +13,13 @@ import numpy as np
 import torch
 
 from benchmarks.buffers import Sets, normal
+from benchmarks.layers import Arrays, Block
+from benchmarks.suite import AUTOTUNE
 from benchmarks.timing import Contender, Replay, Run, warm_up
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Newer versions of PyTorch warn that this option has a new name.
+    torch.backends.cuda.matmul.allow_tf32 = True
 
 _aten = torch.ops.aten
 
@@ -53,12 +60,12 @@ def _over(sets: list[tuple[torch.Tensor, ...]], task: Callable[..., object]) -> 
     return Contender(lambda i, _: task(*sets[i]), capture)
 
 
-def _compiled(task: Callable[..., Any], *, wanted: bool = True) -> Callable[..., Any]:
-    """The task compiled by torch.compile at its greatest effort; the uncompiled task if `wanted` is false."""
+def _compiled(task: Callable[..., Any], *, wanted: bool = True, mode: str = AUTOTUNE) -> Callable[..., Any]:
+    """The task compiled by torch.compile, by default at its greatest effort; the task itself if `wanted` is false."""
     if not wanted:
         return task
     torch._dynamo.reset()  # After eight compilations of the same code for other shapes, the code would run uncompiled.
-    return torch.compile(task, mode="max-autotune-no-cudagraphs", dynamic=False)
+    return torch.compile(task, mode=mode, dynamic=False)
 
 
 def _inputs(buffers: Sets, count: int) -> list[tuple[torch.Tensor, ...]]:
@@ -231,12 +238,7 @@ def _parameters(shapes: Shapes, dtype: str) -> list[torch.nn.Parameter]:
 
 
 def adamw(
-    shapes: Shapes,
-    dtype: str = "float32",
-    max_norm: float | None = None,
-    *,
-    kept: str = "float32",
-    casts: bool = False,
+    shapes: Shapes, dtype: str = "float32", max_norm: float | None = None, *, kept: str = "float32", casts: bool = False
 ) -> Contender:
     """PyTorch's fused AdamW on parameters of the type `kept`.
 
@@ -264,12 +266,7 @@ def adamw(
 
 
 def flat_adamw(
-    shapes: Shapes,
-    dtype: str = "float32",
-    max_norm: float | None = None,
-    *,
-    kept: str = "float32",
-    casts: bool = False,
+    shapes: Shapes, dtype: str = "float32", max_norm: float | None = None, *, kept: str = "float32", casts: bool = False
 ) -> Contender:
     """AdamW by torch.compile over one flat tensor, with the arguments of `adamw`; `casts` needs a single shape."""
     size = sum(map(math.prod, shapes))
@@ -377,3 +374,30 @@ def _with_gradient(
         return value.detach(), *torch.autograd.grad(value, first)
 
     return _over([(first.requires_grad_(), *others) for first, *others in sets], task)
+
+
+def block(case: Block, buffers: Sequence[Arrays], mode: str | None = None) -> Contender:
+    """Forward and all gradients of a block of two layers, by autograd.
+
+    Args:
+        mode: in which torch.compile makes the block; None for PyTorch's own kernels.
+    """
+    functional = torch.nn.functional
+
+    def forward(x: torch.Tensor, w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, b2: torch.Tensor) -> Any:
+        z = functional.linear(x, w1, b1)
+        y = torch.relu(z) if case.activation == "relu" else functional.gelu(z, approximate="tanh")
+        return functional.linear(y, w2, b2)
+
+    def run(i: int, _: int) -> object:
+        operands, dy = inputs[i]
+        y = made(*operands)
+        # A thread of autograd's would warn that it has no CUDA context.
+        with torch.autograd.set_multithreading_enabled(False):
+            return y.detach(), torch.autograd.grad(y, operands, dy)
+
+    made = forward if mode is None else _compiled(forward, mode=mode)
+    operands = ((at.x, at.w1, at.b1, at.w2, at.b2) for at in buffers)
+    leaves = (tuple(tensor(each).requires_grad_() for each in some) for some in operands)
+    inputs = [(some, tensor(at.dy)) for some, at in zip(leaves, buffers, strict=True)]
+    return Contender(run, capture)

@@ -9,7 +9,6 @@ from typing import Final
 
 import torch
 
-from benchmarks.peers import torch_layers  # noqa: F401  It also allows TF32 products.
 from benchmarks.peers.torch_kernels import tensor
 from benchmarks.peers.torch_networks import LOSSES, network
 from benchmarks.steps import LEARNING_RATE, WEIGHT_DECAY, Setup, StepContender

@@ -297,9 +297,9 @@ def test_all_splits_of_a_block_compute_the_block(block: Block) -> None:
             assert far.mean() <= 0.002, (name, plans and splits.split_of(plans))
     others: list[list[Any]] = []
     if HAS["torch"]:
-        from benchmarks.peers import torch_layers
+        from benchmarks.peers import torch_kernels
 
-        y, gradients = torch_layers.eager(block, [at]).run(0, handle)
+        y, gradients = torch_kernels.block(block, [at]).run(0, handle)
         others.append([each.double().cpu().numpy() for each in (y, *gradients)])
     if HAS["jax"]:
         from benchmarks.peers import jax_layers
