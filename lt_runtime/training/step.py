@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
@@ -334,6 +333,7 @@ def evaluate(
 
     Raises:
         KindError: `batches` is no iterable of pairs.
+        GroupError: the processes give different numbers of batches.
         LtError: as `lt.linear` and the loss do.
         Whatever `batches` raises.
     """
@@ -351,7 +351,10 @@ def _evaluated(
     tallies, sizes = list[Tally](), list[int]()
     pair = "pair (x, target)"
     own = batches_of("batches", batches, (2,), pair, "an iterable of pairs (x, target)")
-    for x, target in own if group is None else itertools.islice(own, group.rank, None, group.size):
+    count, rank, size = 0, *((0, 1) if group is None else (group.rank, group.size))
+    for count, (x, target) in enumerate(own, 1):
+        if (count - 1) % size != rank:
+            continue
         first = x[0] if isinstance(x, tuple) and x else x
         device_of("x", first)  # refuses inputs that are no array
         if device is not None and stream is None:
@@ -365,6 +368,7 @@ def _evaluated(
         sizes.append(int(outputs.shape[0]))
     totals = [each.read(stream) for each in tallies]
     if group is not None:
+        group.agree(count, "the number of batches of an evaluation")
         rows = merged([*zip(totals, sizes, strict=True)], group)
         totals, sizes = [Totals(*each) for each, _ in rows], [size for _, size in rows]
     return _means(totals, sizes, measured.classifies)

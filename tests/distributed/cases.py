@@ -203,6 +203,8 @@ def evaluation(group: lt.Group, _: Path) -> None:
     training = Training(group.size, group)
     given = [*batches(group.size, 7), (np.ones((3, WIDTH), np.float32), np.full(3, 2, np.int32))]
     assert training.step.evaluate(given) == lt.evaluate(training.model, given)
+    with pytest.raises(lt.errors.GroupError, match=r"rank 1.*number of batches"):
+        training.step.evaluate(given[: 2 if group.rank == 1 else 3])
 
 
 def train(training: Training, group: lt.Group, given: Iterable[tuple[Any, Any]]) -> None:
