@@ -42,7 +42,8 @@ def start_together(
     Raises:
         GroupError: something differs that must be equal.
     """
-    described = {"version": import_module("lt_runtime").__version__, **_of_model(model), **_of_optimizer(optimizer)}
+    version = import_module("lt_runtime").__version__
+    described = {"version": version, **_of_model(model, optimizer), **_of_optimizer(optimizer)}
     described["shard_state"] = shard_state or bool(optimizer.owners)
     group.agree(described | dict(options), "the model or the options of a TrainStep")
     device = model.device
@@ -77,14 +78,13 @@ def merged(own: Sequence[Any], group: Group) -> list[Any]:
     return [each for turn in itertools.zip_longest(*parts) for each in turn if each is not None]
 
 
-def _of_model(model: Block) -> dict[str, Any]:
+def _of_model(model: Block, optimizer: Optimizer) -> dict[str, Any]:
     """The names, shapes and types of a model's parameters, and the options of its blocks."""
-    device = model.device.ordinal
+    device, divided = model.device.ordinal, {id(each) for each in optimizer.parameters if optimizer.owners}
     described: dict[str, Any] = {"device": "cpu"} if device is None else asdict(plan_store(device).fingerprint)
     for each in model.parameters():
-        described[each.name] = (
-            f"{tuple(each.data.shape)}, {type_name(each.data.dtype)}, master: {each.master is not None}"
-        )
+        master = "divided" if id(each) in divided else each.master is not None
+        described[each.name] = f"{tuple(each.data.shape)}, {type_name(each.data.dtype)}, master: {master}"
     for i, block in enumerate(model.blocks()):
         plain = {name: repr(value) for name, value in vars(block).items() if isinstance(value, _PLAIN)}
         described |= {f"{block.name or i}.{name}": value for name, value in plain.items() if name[0] != "_"}

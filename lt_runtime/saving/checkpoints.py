@@ -98,7 +98,7 @@ def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer, *, group:
     """
     _check_kinds(path, model)
     check_instance("optimizer", optimizer, Optimizer, "an lt.AdamW or an lt.Optimizer")
-    by_first(path, group, [optimizer], partial(_save, path, model, optimizer))
+    by_first(path, group, [model, optimizer], partial(_save, path, model, optimizer))
 
 
 @contextlib.contextmanager
@@ -111,20 +111,25 @@ def whole_states(owners: Iterable[object]) -> Iterator[None]:
         yield
 
 
-def by_first(path: AnyPath, group: Group | None, owners: Iterable[object], write: Callable[[], object]) -> None:
+def by_first(path: AnyPath, group: Group | None, owners: Collection[object], write: Callable[[], object]) -> None:
     """Calls `write`, which works on the file at `path`, in process 0 alone while the other processes wait.
 
     Args:
-        owners: objects whose optimizers have their whole state meanwhile.
+        owners: the objects to save; optimizers among them have their whole state meanwhile.
 
     Raises:
         KindError: `group` is no group.
-        GroupError: in the other processes, if process 0 has failed.
+        GroupError: in the other processes, if process 0 has failed; or in all, if a process lacks a master copy.
     """
     check_group(group)
-    with whole_states(owners), first_alone(group, f"the writing of {os.fspath(path)}") as is_first:
-        if is_first:
-            write()
+    with whole_states(owners):
+        if group is not None:
+            parameters = [each for model in owners if isinstance(model, Block) for each in model.parameters()]
+            masters = {each.name: each.master is not None for each in parameters}
+            group.agree(masters, "master copies; pass the optimizer too, whose state the processes divide")
+        with first_alone(group, f"the writing of {os.fspath(path)}") as is_first:
+            if is_first:
+                write()
 
 
 def _save(path: AnyPath, model: Block, optimizer: Optimizer) -> None:
@@ -230,7 +235,7 @@ def save_model(path: AnyPath, model: Block, *, optimizer: Optimizer | None = Non
     """
     _check_kinds(path, model)
     check_instance("optimizer", optimizer, (Optimizer, type(None)), "None or the model's optimizer")
-    by_first(path, group, [optimizer], partial(_save_model, path, model))
+    by_first(path, group, [model, optimizer], partial(_save_model, path, model))
 
 
 def _save_model(path: AnyPath, model: Block) -> None:

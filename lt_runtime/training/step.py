@@ -155,8 +155,9 @@ class TrainStep(Fixed):
             raise ArgumentError("batch_size is None; a step of a group needs the number of rows of each process")
         _check_optimizer(optimizer, model)
         _check_ema(ema, model)
-        if flag("shard_state", shard_state):
-            _check_shardable(optimizer, group, ema)
+        if flag("shard_state", shard_state) or optimizer.owners:
+            why = "shard_state is True" if shard_state else "an earlier step has divided the optimizer's state"
+            _check_shardable(why, optimizer, group, ema)
         self.model: Final = model
         self.optimizer: Final = optimizer
         self.batch_size: Final = batch_size
@@ -288,11 +289,11 @@ def _check_optimizer(optimizer: Optimizer, model: Block) -> None:
     optimizer.check_arrays()
 
 
-def _check_shardable(optimizer: Optimizer, group: Group | None, ema: EMA | None) -> None:
+def _check_shardable(why: str, optimizer: Optimizer, group: Group | None, ema: EMA | None) -> None:
     if group is None:
-        raise ArgumentError("shard_state is True, but group is None; a group's processes share the state")
+        raise ArgumentError(f"{why}, but group is None; a group's processes share the state")
     if ema is not None and any(each.master is not None for each in optimizer.parameters):
-        raise ArgumentError("shard_state is True, and ema averages master copies, which each process has only some of")
+        raise ArgumentError(f"{why}, and ema averages master copies, which each process has only some of")
 
 
 def _check_ema(ema: EMA | None, model: Block) -> None:

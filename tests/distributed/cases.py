@@ -286,6 +286,25 @@ def a_sharded_run_is_resumed(group: lt.Group, directory: Path) -> None:
 
 
 @case
+def a_second_step_of_a_divided_optimizer(group: lt.Group, directory: Path) -> None:
+    """It goes on as the first step would; files without the optimizer, and averages, would lack master copies."""
+    first, second = (Training(group.size, group, model={"dtype": "bfloat16"}, sharded=True) for _ in range(2))
+    for i, batch in enumerate(batches(group.size)):
+        if i == 2:
+            made = lt.TrainStep(second.model, second.optimizer, batch_size=ROWS, group=group)
+            second.step = made
+        train(first, group, [batch])
+        train(second, group, [batch])
+    assert [each.tobytes() for each in first.values] == [each.tobytes() for each in second.values]
+    for save in (lt.save, lt.save_model):
+        given = {"path": directory / "parts", "model": first.model, "group": group}
+        with pytest.raises(lt.errors.GroupError, match="master copies; pass the optimizer too"):
+            save(**given)
+    with pytest.raises(lt.errors.ArgumentError, match="an earlier step has divided the optimizer's state, but group"):
+        lt.TrainStep(first.model, first.optimizer)
+
+
+@case
 def a_file_that_cannot_be_written(group: lt.Group, directory: Path) -> None:
     training = Training(group.size, group)
     with pytest.raises(lt.errors.LtError, match="missing") as caught:
