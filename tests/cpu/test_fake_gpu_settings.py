@@ -234,17 +234,32 @@ def test_a_memset_that_fails_is_made_at_the_next_step(
     assert _values(gpu, step) == _values(gpu, other)
 
 
-def test_a_failed_update_does_not_skip_the_next_one(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def _interrupt(_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _fail(_: Any) -> None:
+    own("gpu.driver").check("cuLaunchKernelEx", Status.CUDA_ERROR_UNKNOWN)
+
+
+@pytest.mark.parametrize("stop", [_fail, _interrupt])
+def test_a_failed_update_does_not_skip_the_next_one(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, stop: Any) -> None:
     model = gpu.lt.MLP(_DIMS, device="cuda")
-    optimizer = gpu.lt.AdamW(model.parameters(), skip_nonfinite=True)
+    optimizer, gradient = gpu.lt.AdamW(model.parameters(), skip_nonfinite=True), model.parameters()[0].grad
     optimizer.step(stream=gpu.stream)
+    gpu.synchronize_all()
+    gradient.fill(np.inf)
+    gpu.synchronize_all()
     launches = own("gpu.driver").Launch
     sound = launches.__call__
-    answers = iter([sound, lambda _: own("gpu.driver").check("cuLaunchKernelEx", Status.CUDA_ERROR_UNKNOWN)])
+    answers = iter([sound, stop])
     monkeypatch.setattr(launches, "__call__", lambda launch: next(answers)(launch))
-    with pytest.raises(gpu.lt.errors.DriverError, match="cuLaunchKernelEx"):
+    with pytest.raises((gpu.lt.errors.DriverError, KeyboardInterrupt)):
         optimizer.step(stream=gpu.stream)
     monkeypatch.setattr(launches, "__call__", sound)
+    gpu.synchronize_all()
+    gradient.fill(0.0)
+    gpu.synchronize_all()
     optimizer.step(stream=gpu.stream)
     gpu.synchronize_all()
     assert host_of(gpu, optimizer.steps).tolist() == [2]

@@ -6,6 +6,7 @@ from typing import Final
 
 from tests.mutants.fault import Table
 
+_CAPTURE: Final = "tests/cpu/test_fake_gpu_fp8_layers.py::test_a_capture_outlives_what_it_does_not_allow"
 _CHANGES: Final = "tests/cpu/test_fake_gpu_fp8_weights.py::test_changes_between_steps_are_seen"
 
 FAULTS: Final[Table] = {
@@ -52,6 +53,18 @@ FAULTS: Final[Table] = {
             "            writes.latest = None\n            arrays",
             "            arrays",
             f"{_CHANGES}[_update_scales]",
+        ),
+        "the first call of a layer in FP8 ends a capture": (
+            "if device != HOST and is_captured(stream):",
+            "if False:",
+            _CAPTURE,
+        ),
+    },
+    "lt_runtime/ops/fp8/linear.py": {
+        "products of a layer in FP8 are measured in a capture": (
+            "    if not is_captured(stream):",
+            "    if True:",
+            _CAPTURE,
         ),
     },
     "lt_runtime/training/captured.py": {

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from lt_runtime.arrays.copies import copies_of
 from lt_runtime.arrays.operand import CUPY, Operand, device_of, library_of
-from lt_runtime.errors import CaptureError, DriverError
+from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
 from lt_runtime.gpu.streams import is_captured, stream_handle
@@ -106,8 +106,9 @@ class GpuState:
             try:
                 for launch in ready:
                     launch()
-            except DriverError:
-                # Resets the count of nonfinite gradients, because otherwise the next step would be skipped too.
+            except BaseException:
+                # Sets the count of nonfinite gradients to 0, because otherwise the next step would be skipped too.
+                # Ctrl-C may come between the launches as well.
                 call("cuMemsetD32Async", self._nonfinite, 0, 1, handle)
                 raise
             if self.shard is not None:
