@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Final
@@ -19,7 +19,7 @@ from lt_runtime.errors import LtError
 from lt_runtime.fp8 import Fp8ChainProblem
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call
-from lt_runtime.gpu.streams import relaxed_captures
+from lt_runtime.gpu.streams import is_captured, relaxed_captures
 from lt_runtime.plans.cache import known_entry, make_plan
 from lt_runtime.problem import MatmulProblem
 from lt_runtime.products.methods import known_algorithm
@@ -81,28 +81,33 @@ def is_tuning() -> bool:
     return asked_for.get() and not _is_switched_off.get()
 
 
-def before_first_use(problem: Remembered, device: int) -> None:
+def before_first_use(problem: Remembered, device: int, stream: Callable[[], int] = lambda: 0) -> None:
     """Verifies another machine's algorithms for a problem. If tuning is on and the problem is new, also measures it.
 
     After a failure a warning is given, and the problem runs untuned.
+
+    Args:
+        stream: function that returns a stream's handle; nothing is done while this stream is being captured.
     """
     if _is_busy.get():
         return
-    if plan_store(device).has_unproven:
-        with _one_at_a_time:
-            _prove(problem, device)
     is_wanted = asked_for.get() or setting(TUNE_VARIABLE) == "first-use"
-    if not is_wanted or _is_switched_off.get() or (problem, device) in _seen:
+    is_new = is_wanted and not _is_switched_off.get() and (problem, device) not in _seen
+    has_unproven = plan_store(device).has_unproven
+    if not (is_new or has_unproven) or is_captured(stream()):
         return
     with _one_at_a_time:
-        if not is_measured(problem, device):
+        if has_unproven:
+            _prove(problem, device)
+        if is_new and not is_measured(problem, device):
             from lt_runtime.tuner.chain import LayerChain
 
             given: Tunable = (
                 problem if isinstance(problem, MatmulProblem | Fp8ChainProblem) else LayerChain.of_problem(problem)
             )
             _measure([given], device, str(problem))
-        _seen.add((problem, device))
+        if is_new:
+            _seen.add((problem, device))
 
 
 def before_first_step(given: Sequence[Tunable], device: int, stream: int) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -336,6 +337,8 @@ def test_a_capture_outlives_what_it_does_not_allow(gpu: FakeGpu) -> None:
     capture(lambda: state.scales, "slots cannot be read")
     with gpu.lt.tuning():
         capture(forward)  # with known scales this is another call than the first
+        state.recipe = replace(state.recipe, fallback=True)  # now the choice of the type is open
+        capture(forward, "no plan yet")
 
 
 def test_a_state_that_is_refused_leaves_nothing() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
 from lt_runtime import ranges
-from lt_runtime.arrays.operand import HOST, device_of
+from lt_runtime.arrays.operand import HOST, device_of, library_of
 from lt_runtime.fp8 import FP8, Fp8ChainProblem, are_multiples
+from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.ops.first_use import before_first_use
 from lt_runtime.ops.fp8.state import FP8State
 from lt_runtime.plans.fp8_rule import NO_MULTIPLE, against_fp8
@@ -32,16 +33,22 @@ class Candidate(NamedTuple):
     compute: Any
 
 
-def choose(x: Any, layers: Sequence[Candidate]) -> None:
+def choose(x: Any, layers: Sequence[Candidate], *, stream: Any = None) -> None:
     """Sets `fallback` of the states of consecutive layers: why a layer is in its own type, or None if it is in FP8.
 
     Args:
         x: the first layer's inputs (..., K). If it is no array of two axes or more, the layers' own checks raise the
             error when they run.
+        stream: nothing is measured while this stream is being captured; None for the current stream of x's library.
     """
     rows = rows_of(x)
     device = device_of("x", x) if rows else HOST
-    for layer, reason in zip(layers, reasons(layers, rows, getattr(x, "dtype", None), device), strict=True):
+
+    def handle() -> int:
+        return stream_handle(stream, device, library_of(x).current_stream)
+
+    found = reasons(layers, rows, getattr(x, "dtype", None), device, handle)
+    for layer, reason in zip(layers, found, strict=True):
         if layer.state is not None:
             layer.state.fallback = reason
 
@@ -57,7 +64,9 @@ def rows_of(x: Any) -> int:
     return math.prod(shape[:-1]) if len(shape) > 1 else 0
 
 
-def reasons(layers: Sequence[Candidate], rows: int, dtype: Any, device: int) -> Iterator[str | None]:
+def reasons(
+    layers: Sequence[Candidate], rows: int, dtype: Any, device: int, stream: Callable[[], int] = lambda: 0
+) -> Iterator[str | None]:
     """For each layer why it is in its own type, None if it is in FP8; tells `ranges.watchers` of what is decided.
 
     Up to `_MOST` consecutive layers that have the same recipe, and whose sizes allow FP8, are decided together.
@@ -72,11 +81,11 @@ def reasons(layers: Sequence[Candidate], rows: int, dtype: Any, device: int) -> 
         for part in (same[start : start + _MOST] for start in range(0, len(same), _MOST)):
             reason = None if fits else NO_MULTIPLE
             if recipe and device != HOST and (ranges.watchers or (recipe.fallback and fits)):
-                reason = _reason(part, rows, dtype, device)
+                reason = _reason(part, rows, dtype, device, stream)
             yield from [reason] * len(part)
 
 
-def _reason(layers: Sequence[Candidate], rows: int, dtype: Any, device: int) -> str | None:
+def _reason(layers: Sequence[Candidate], rows: int, dtype: Any, device: int, stream: Callable[[], int]) -> str | None:
     """Why layers that are decided together run in their own type; None if they run in FP8."""
     first, kind = layers[0], DType.parse("x", dtype)
     assert first.state is not None
@@ -95,7 +104,7 @@ def _reason(layers: Sequence[Candidate], rows: int, dtype: Any, device: int) -> 
     if ranges.watchers:
         ranges.tell(problem)
     if problem.is_open:
-        before_first_use(problem, device)
+        before_first_use(problem, device, stream)
     return against_fp8(problem, device)
 
 

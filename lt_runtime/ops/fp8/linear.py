@@ -15,7 +15,6 @@ from lt_runtime.arrays.operand import Operand
 from lt_runtime.arrays.transfer import writes
 from lt_runtime.errors import ArgumentError
 from lt_runtime.fp8 import Fp8Problem, Precision, Prologue
-from lt_runtime.gpu.streams import is_captured
 from lt_runtime.layout import packed
 from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops._linear import (
@@ -207,14 +206,10 @@ class Fp8Backward(LinearBackward):
 
 
 def _measured(make: Callable[[Fp8Problem, int], Plan], problem: Fp8Problem, device: int, stream: int) -> Plan:
-    """Makes a plan. If tuning is on, the plan's products are measured first, and the plan uses the results.
-
-    Nothing is measured while the stream is being captured.
-    """
+    """Makes a plan. If tuning is on, the plan's products are measured first, and the plan uses the results."""
     plan, generation = make(problem, device), cache.generation
-    if not is_captured(stream):
-        for each in plan.products.values():
-            before_first_use(each.problem, device)
+    for each in plan.products.values():
+        before_first_use(each.problem, device, lambda: stream)
     return plan if cache.generation is generation else make(problem, device)
 
 
@@ -250,7 +245,8 @@ def forward(state: FP8State, given: LinearCall) -> tuple[Any, LinearContext]:
     check_instance("precision", state, FP8State, "None or an lt.FP8State")
     (x, w, bias, *_), (activation, _, _, compute, *_) = given.arrays, given.options
     outputs, inputs = w.shape if len(getattr(w, "shape", ())) == 2 else (0, 0)
-    choose(x, [Candidate(state, outputs, inputs, bias is not None, activation, compute)])
+    candidate = Candidate(state, outputs, inputs, bias is not None, activation, compute)
+    choose(x, [candidate], stream=given.stream)
     y, context, _ = forward_of_several(state, None, given)
     return y, context
 
