@@ -1,9 +1,13 @@
 """Measures suites: `python -m benchmarks SUITE... [options]`; `--list` says what each suite measures.
 
-Some words are commands instead of suites, with options of their own: compare (compares old results with new ones),
-distances (measures how far losses are from a float64 run), fp8-accuracy (compares losses of training in FP8 and in
-BF16), report (writes the tables and plots of the pages, and tells which rows are of older code), derive-priors (fits
-the table of strategies for unmeasured layers).
+Some words are commands instead of suites; `python -m benchmarks COMMAND --help` has their options:
+    compare        compares old results with new ones
+    report         writes the tables and plots of the pages, and tells which rows were measured with older code
+    distances      measures how far losses of training are from those of a float64 run
+    fp8-accuracy   compares losses of training in FP8 with those in BF16
+    derive-priors  fits the table by which layers that were not measured choose their strategy
+
+A name before a colon in the help of an option is the suite that has the option.
 """
 
 from __future__ import annotations
@@ -19,13 +23,9 @@ from benchmarks import report, runner
 SUITES: Final = tuple(
     "kernels layers wide untuned steps models torch narrow host growth tuning cold fp8 scaling".split()  # noqa: SIM905
 )
-_COMMANDS: Final = {
-    "compare": "compare",
-    "distances": "distances",
-    "fp8-accuracy": "fp8_accuracy",
-    "report": "tables",
-    "derive-priors": "priors",
-}
+_COMMANDS: Final = ("compare", "report", "distances", "fp8-accuracy", "derive-priors")
+_MODULES: Final = {"report": "tables", "derive-priors": "priors"}
+"""The modules of commands that have another name than their module."""
 _FLAG: Final = {"action": "store_true"}
 _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
     "ours": (("fp8", "host", "kernels", "layers", "models", "steps"), "measure only our public calls", _FLAG),
@@ -60,23 +60,22 @@ _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
 
 def parser() -> argparse.ArgumentParser:
     """The options that every suite has."""
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = report.command("", __doc__)
     made.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
     made.add_argument("--list", action="store_true", help="say what each suite measures")
-    made.add_argument("--only", metavar="PATTERN", help="cases in whose name this regular expression is found")
-    made.add_argument("--rounds", type=int, metavar="N", help="rounds that count; each suite has a default")
-    made.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help="begin no row after this time")
-    told = "keep the file's rows, and measure those that are missing, stale or lack a peer that is asked for"
+    told = "measure only cases in whose name this regular expression is found"
+    made.add_argument("--only", metavar="PATTERN", help=told)
+    made.add_argument("--rounds", type=int, metavar="N", help="number of timed rounds; each suite has a default")
+    told = "begin no further row of a suite after N minutes"
+    made.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help=told)
+    told = "keep the rows of the result file, and measure those that are missing, of older code, or lack a contender"
     made.add_argument("--resume", action="store_true", help=told)
-    told = (
-        "with --resume: measure only the I-th of N parts, so that N processes share a suite, each on a GPU of its own"
-    )
+    told = "with --resume: measure only the I-th of N parts, so that N processes, each on its own GPU, share a suite"
     made.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help=told)
     told = "measure nothing: list the cases that would be measured, with the seconds that each took the last time"
     made.add_argument("--dry-run", action="store_true", help=told)
-    told = f"the folder for SUITE.json; for a whole suite and with --resume it is {report.RESULTS} by default"
+    told = "the folder of the result files, SUITE.json; by default benchmarks/results/h200, but only for whole suites "
+    told += "and with --resume: other runs write no file"
     made.add_argument("--out", metavar="DIR", help=told)
     for name, (suites, told, how) in _SPECIAL.items():
         made.add_argument(f"--{name}", help=f"{', '.join(suites)}: {told}", **how)
@@ -118,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the suites in the order in which the command line names them; or runs a command such as `compare`."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and arguments[0] in _COMMANDS:
-        import_module(f"benchmarks.{_COMMANDS[arguments[0]]}").main(arguments[1:])
+        module = _MODULES.get(arguments[0], arguments[0].replace("-", "_"))
+        import_module(f"benchmarks.{module}").main(arguments[1:])
         return
     options = options_of(arguments)
     if options.list:

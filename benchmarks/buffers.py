@@ -24,10 +24,7 @@ DRAW: Final = """
     const float radius = sqrtf(-2.0f * logf(((h >> 40) + 1) * 5.9604645e-8f));
     const float value = radius * cospif(2.0f * ((h & 0xFFFFFF) * 5.9604645e-8f));
 """
-_STORE: Final = {
-    "float32": ("float32 out", "out = value;"),
-    "bfloat16": ("uint16 out", "out = __float_as_uint(value) >> 16;"),
-}
+_STORE: Final = {"float32": "out = value;", "bfloat16": "out = __float_as_uint(value) >> 16;"}
 _seeds: Final = itertools.count(1)
 
 
@@ -36,12 +33,16 @@ def itemsize(dtype: str) -> int:
     return np.dtype(dtype).itemsize
 
 
+def _plain(dtype: str) -> str:
+    """The type by which CuPy knows an element's bits."""
+    return "uint16" if dtype == "bfloat16" else dtype
+
+
 @functools.cache
 def _kernel(dtype: str) -> Any:
     import cupy as cp
 
-    out, store = _STORE[dtype]
-    return cp.ElementwiseKernel("uint64 seed", out, DRAW + store, f"normal_{dtype}")
+    return cp.ElementwiseKernel("uint64 seed", f"{_plain(dtype)} out", DRAW + _STORE[dtype], f"normal_{dtype}")
 
 
 def normal(shape: tuple[int, ...], dtype: str, seed: int | None = None) -> Any:
@@ -52,9 +53,8 @@ def normal(shape: tuple[int, ...], dtype: str, seed: int | None = None) -> Any:
     """
     import cupy as cp
 
-    plain = "uint16" if dtype == "bfloat16" else dtype
     seed = next(_seeds) if seed is None else seed
-    return _kernel(dtype)(np.uint64(seed), cp.empty(shape, plain)).view(np.dtype(dtype))
+    return _kernel(dtype)(np.uint64(seed), cp.empty(shape, _plain(dtype))).view(np.dtype(dtype))
 
 
 class _Repeated:

@@ -38,6 +38,8 @@ _UNSET: Final = ("LT_RUNTIME_RECORD", "PYTHONDONTWRITEBYTECODE")
 Without PYTHONDONTWRITEBYTECODE, the first process writes bytecode, as an installation does.
 """
 
+_folder: Final = partial(tempfile.TemporaryDirectory, prefix="lt_runtime_cold_")
+
 Found = Mapping[str, Any]
 """Type of the JSON object that a process has printed."""
 
@@ -53,23 +55,20 @@ def child(task: Sequence[str], cache: str, *, tunes: bool = False) -> Found:
 
 def pairs(task: str, count: int) -> list[tuple[Found, Found]]:
     """Runs `pair` several times, after a process that only reads all files and whose times are dropped."""
-    with tempfile.TemporaryDirectory(prefix="lt_runtime_cold_") as cache:
+    with _folder() as cache:
         child([task], cache)
     return [pair(task) for _ in range(count)]
 
 
 def pair(task: str) -> tuple[Found, Found]:
     """Times one process with empty caches, and then one with the caches that the first has filled."""
-    with tempfile.TemporaryDirectory(prefix="lt_runtime_cold_") as cache:
+    with _folder() as cache:
         return child([task], cache), child([task], cache)
 
 
 def measuring(model: str) -> tuple[Found, Found]:
     """Two processes that train a model from empty caches: the first measures its layers, the second does not."""
-    with (
-        tempfile.TemporaryDirectory(prefix="lt_runtime_cold_") as tuned,
-        tempfile.TemporaryDirectory(prefix="lt_runtime_cold_") as untuned,
-    ):
+    with _folder() as tuned, _folder() as untuned:
         return child(["trained", model], tuned, tunes=True), child(["trained", model], untuned)
 
 
@@ -84,11 +83,8 @@ def row_of_imports(found: Sequence[Found]) -> Row:
 def row_of_firsts(task: str, found: Sequence[tuple[Found, Found]]) -> Row:
     """The first call with filled and with empty caches, the second call, and the time before the first call."""
     empty, filled = ([each["us"] for each in one] for one in zip(*found, strict=True))
-    timings = {
-        "lt": summarise([us["first"] for us in filled]),
-        "lt_empty_cache": summarise([us["first"] for us in empty]),
-        "lt_second": summarise([us["second"] for us in filled]),
-    }
+    times = {"lt": (filled, "first"), "lt_empty_cache": (empty, "first"), "lt_second": (filled, "second")}
+    timings = {name: summarise([us[stage] for us in some]) for name, (some, stage) in times.items()}
     before = {name: round(summarise([us[name] for us in filled]).median, 1) for name in ("import", "operands")}
     return Row(NAMES[task], timings, setting={"processes": 2 * len(found), "before_us": before, "cupy_cache": "empty"})
 

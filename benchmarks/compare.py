@@ -11,7 +11,6 @@ if a row is slower, or if the geometric mean of lt_runtime's median ratios excee
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -90,14 +89,13 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: with status 1 if the new version is slower, and with a message if the runs have no row in common.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = report.command("compare", __doc__)
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="an old run and a new one")
     for side in ("old", "new"):
-        parser.add_argument(f"--{side}", nargs="+", type=Path, default=[], metavar="RUN", help=f"{side} runs")
-    parser.add_argument("--limit", type=float, default=1.05, help="of a row's ratio; default: %(default)g")
-    parser.add_argument("--mean", type=float, default=1.01, help="of the geometric mean; default: %(default)g")
+        told = f"{side} runs, as many as of the other side"
+        parser.add_argument(f"--{side}", nargs="+", type=Path, default=[], metavar="RUN", help=told)
+    parser.add_argument("--limit", type=float, default=1.05, help="limit of the ratio of a row; default: %(default)g")
+    parser.add_argument("--mean", type=float, default=1.01, help="limit of the geometric mean; default: %(default)g")
     options = parser.parse_args(argv)
     old, new = [*options.old, *options.runs[:1]], [*options.new, *options.runs[1:]]
     if len(old) != len(new) or not old:

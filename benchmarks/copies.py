@@ -41,11 +41,7 @@ __global__ void __launch_bounds__(1024) copy(const uint4* __restrict__ in, uint4
 """
 _LOADS: Final = (1, 2, 4, 8)
 _THREADS: Final = (256, 512, 1024)
-NAMES: Final = {
-    (loads, streaming): f"copy<{loads}, {'true' if streaming else 'false'}>"
-    for loads in _LOADS
-    for streaming in (False, True)
-}
+NAMES: Final = {each: f"copy<{each[0]}, {str(each[1]).lower()}>" for each in itertools.product(_LOADS, (False, True))}
 """Variants of the copy kernel, by number of loads in flight and by whether loads and stores are marked as used once."""
 _ROUNDS: Final = 11  # rounds of measurement; in each round a contender copies fifty times
 

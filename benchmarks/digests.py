@@ -54,7 +54,7 @@ def working_files() -> dict[str, bytes]:
 
 
 def covered(suite: str, files: Files) -> set[str]:
-    """The files of a suite's digest: those that its module and the one that runs all suites need."""
+    """The files of a suite's digest: all that its module and `benchmarks.suite` need, directly or through others."""
     found, waiting = set[str](), [f"benchmarks/{suite}.py", "benchmarks/suite.py"]
     homes = _homes(files.get(f"{_PACKAGE}/__init__.py", b""))
     while waiting:
@@ -81,11 +81,7 @@ def _needed(name: str, code: bytes, homes: tuple[tuple[str, str], ...]) -> list[
 def _homes(code: bytes) -> tuple[tuple[str, str], ...]:
     """The package's public names, each with the module that its `_EXPORTS` says."""
     for node in ast.parse(code).body:
-        if (
-            isinstance(node, ast.Assign)
-            and isinstance(node.value, ast.Dict)
-            and ast.unparse(node.targets) == "_EXPORTS"
-        ):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "_EXPORTS":
             exports = ast.literal_eval(node.value).items()
             return tuple((name, f"{_PACKAGE}.{module}") for module, names in exports for name in names.split())
     return ()

@@ -3,12 +3,11 @@
 Small models of the suite `models` train in FP32, by this package and by PyTorch, and by PyTorch in float64, all from
 the same initial values and on the same batches. A distance is |loss - loss in float64|, as the mean over the last steps
 of several runs. The models train on a GPU if there is one, otherwise by NumPy and by PyTorch on the CPU. The command
-exits with 1 if a distance is more than `LIMIT` times that of PyTorch's FP32 run.
+exits with 1 if our distance is more than 1.5 times that of PyTorch's FP32 run.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +77,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: a distance is beyond the limit, or `--out` is given without a GPU.
     """
-    made = argparse.ArgumentParser(prog="python -m benchmarks distances", description=__doc__)
+    made = report.command("distances", __doc__)
     made.add_argument("--out", metavar="DIR", help="the folder for distances.json")
     out, device, rows = made.parse_args(argv).out, "cuda" if has_gpu() else "cpu", []
     if out is not None and device == "cpu":

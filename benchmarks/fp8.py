@@ -22,7 +22,7 @@ from benchmarks import report, timing
 from benchmarks.buffers import normal
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.steps import Setup, StepCase, StepContender, contender, graph_turn, memory_of, timed_row
+from benchmarks.steps import Peer, Setup, StepCase, StepContender, contender, graph_turn, memory_of, timed_row
 from benchmarks.suite import UNTUNED, Job, Suite, modes, plan_cache, variable
 from benchmarks.timing import Contender, Timing, built, take_turns
 
@@ -75,9 +75,7 @@ def case(dims: tuple[int, ...], rows: int, told: str = "", *, master: bool = Fal
 
 COMPARED: Final = (case(_WIDE, 4096), case((768, 3072, 768), 8192), case(_WIDE, 4096, " FP32 masters", master=True))
 """Cases of training steps in which lt_runtime is compared with other libraries."""
-GRID: Final = tuple(
-    case((width, 4 * width, width), rows, f" batch {rows}") for width, rows in itertools.product(_WIDTHS, _BATCHES)
-)
+GRID: Final = tuple(case((w, 4 * w, w), rows, f" batch {rows}") for w, rows in itertools.product(_WIDTHS, _BATCHES))
 """Cases of training steps of lt_runtime alone, which show for which sizes FP8 is faster than BF16."""
 INFERENCE: Final = tuple(case(_WIDE, rows, f" inference {rows}") for rows in _INFERENCE_ROWS)
 
@@ -127,7 +125,7 @@ def measure_compared(case: FP8Case, options: argparse.Namespace, stream: Any) ->
 
 
 def _ours(case: FP8Case, stream: Any, *, is_compared: bool = False) -> dict[str, Callable[[], StepContender]]:
-    """Builders of our contenders, training steps that are tuned when they are made; compared ones tell their memory."""
+    """By name, functions that build our training steps and tune them; with `is_compared` they also learn the memory."""
 
     def build(of: FP8Case) -> StepContender:
         made = contender(Setup(of, stream))
@@ -137,7 +135,7 @@ def _ours(case: FP8Case, stream: Any, *, is_compared: bool = False) -> dict[str,
     return {name: partial(build, replace(case, precision=each)) for name, each in found.items()}
 
 
-def peers(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], StepContender]]]:
+def peers(setup: Setup, options: argparse.Namespace) -> Iterator[Peer]:
     """Names and builders of the other libraries' contenders.
 
     These contenders hold BF16 parameters, or FP32 parameters under autocast if lt_runtime's have FP32 masters.

@@ -15,7 +15,6 @@ a slightly higher learning rate.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -186,9 +185,7 @@ def _overflows(layer: Any) -> int:
     return sum(state.overflows.values()) if is_fp8 else 0
 
 
-def judged(
-    task: Task, runs: Sequence[Mapping[str, float]], overflows: Sequence[Mapping[str, int]]
-) -> dict[str, dict[str, Any]]:
+def judged(task: Task, runs: Sequence[Mapping[str, float]], overflows: Sequence[Mapping[str, int]]) -> dict[str, Any]:
     """For each recipe, how far its loss (as a fraction) or accuracy is from BF16's, and whether that is accepted."""
     made = {}
     for name in runs[0].keys() - {BASE}:
@@ -213,7 +210,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: a recipe is beyond a limit, or `--out` is given without a GPU.
     """
-    made = argparse.ArgumentParser(prog="python -m benchmarks fp8-accuracy", description=__doc__)
+    made = report.command("fp8-accuracy", __doc__)
     made.add_argument("--rounds", type=int, default=8, metavar="N", help="rounds, each with other initial values")
     made.add_argument("--steps", type=int, default=2000, metavar="N", help="steps of training")
     made.add_argument("--only", metavar="PATTERN", help="tasks in whose name this regular expression is found")

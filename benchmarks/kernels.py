@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -23,14 +23,14 @@ from benchmarks.copies import measured_copies
 from benchmarks.peers import peer
 from benchmarks.report import Json, Row
 from benchmarks.suite import TORCH_COMPILE, Job, Suite, plan_cache
-from benchmarks.timing import Contender
+from benchmarks.timing import Builders, Contender
 
 COPY: Final = "copy of 1 GiB"
 _SHORT: Final = {"float32": "FP32", "bfloat16": "BF16"}
 _RNG: Final = {"seed": 20, "layer": 1, "step": 7}
 
 Shapes = tuple[tuple[int, ...], ...]
-Builders = Mapping[str, Callable[[], Contender]]
+Builder = Callable[[], Contender]
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class Case:
     rotated: bool = True
 
 
-def _torch(name: str, *arguments: Any, **options: Any) -> dict[str, Callable[[], Contender]]:
+def _torch(name: str, *arguments: Any, **options: Any) -> dict[str, Builder]:
     """Contenders that do a task by PyTorch's kernels and by torch.compile."""
     by_kernels = peer("torch_kernels", name, *arguments, **options)
     return {"torch": by_kernels, TORCH_COMPILE: peer("torch_kernels", name, *arguments, **options, compiled=True)}
 
 
-def _private(name: str, made: Sets, *arguments: Any, **options: Any) -> Callable[[], Contender]:
+def _private(name: str, made: Sets, *arguments: Any, **options: Any) -> Builder:
     """Contender of a pass that no public call runs alone: `internals` makes it for the addresses of a buffer set."""
 
     def build() -> Contender:
@@ -90,9 +90,7 @@ def _epilogue_backward(shape: tuple[int, int], dropout: float, sets: int) -> Bui
     }
 
 
-def epilogue_backward_pass(
-    made: Sets, dropout: float = 0.0, *, db: bool = True, transposed: bool = False
-) -> Callable[[], Contender]:
+def epilogue_backward_pass(made: Sets, dropout: float = 0.0, *, db: bool = True, transposed: bool = False) -> Builder:
     """dz and db from dy and the pre-activation; with `transposed`, dz is written transposed, through shared memory."""
     return _private("backward_pass", made, made[0][0].shape, dropout, _RNG, db=db, transposed=transposed)
 
@@ -227,8 +225,8 @@ def _epilogue_fp8(shape: tuple[int, int], backward: bool, sets: int) -> Builders
     return {"lt": ours, **_torch("epilogue_fp8", made, backward=backward)}
 
 
-# Case: SwiGLU and the cast, which moves six bytes an element; or its gradients and the casts, which moves ten. Each
-# result is written in both orientations.
+# Case: SwiGLU and the cast of its result to FP8, six bytes for an element of the result; or the gradients of SwiGLU and
+# their casts, ten bytes. Each result is written row-major and transposed.
 
 
 def gated_fp8(rows: int, cols: int, *, backward: bool = False) -> Case:
@@ -342,11 +340,13 @@ def _adamw(shapes: Shapes, dtype: str, max_norm: float | None, _: int) -> Builde
         step = optimizer_step(shapes, dtype, max_norm)
         return Contender(lambda _, stream: step(stream=stream))
 
-    return {
-        "lt": ours,
-        "torch": peer("torch_kernels", "adamw", shapes, dtype, max_norm),
-        TORCH_COMPILE: peer("torch_kernels", "flat_adamw", shapes, dtype, max_norm),
-    }
+    return {"lt": ours, **_adamws(shapes, dtype, max_norm)}
+
+
+def _adamws(*arguments: Any, **options: Any) -> dict[str, Builder]:
+    """AdamW by PyTorch's fused kernel, and by torch.compile over one flat tensor."""
+    theirs = {"torch": "adamw", TORCH_COMPILE: "flat_adamw"}
+    return {name: peer("torch_kernels", each, *arguments, **options) for name, each in theirs.items()}
 
 
 def optimizer_step(shapes: Shapes, dtype: str = "float32", max_norm: float | None = None) -> Callable[..., object]:
@@ -379,11 +379,11 @@ def _adamw_fp8(shape: tuple[int, int], masters: bool, _: int) -> Builders:
         return Contender(lambda _, stream: update(stream))
 
     kept = "float32" if masters else "bfloat16"
-    theirs = {"torch": "adamw", TORCH_COMPILE: "flat_adamw"}
-    peers = {
-        name: peer("torch_kernels", each, (shape,), "bfloat16", kept=kept, casts=True) for name, each in theirs.items()
+    return {
+        "lt": ours,
+        "lt_with_a_cast": partial(ours, casts=True),
+        **_adamws((shape,), "bfloat16", kept=kept, casts=True),
     }
-    return {"lt": ours, "lt_with_a_cast": partial(ours, casts=True), **peers}
 
 
 # Case: a loss with its gradient: one read of every operand, and one write of the gradient.

@@ -27,21 +27,12 @@ from benchmarks.report import Finding, Json, Row
 from benchmarks.suite import GRAPH, JAX, MAX_AUTOTUNE, TORCH_COMPILE, Job, Suite, jobs_of, modes, plan_cache
 from benchmarks.timing import Contender, Timing
 
-TYPES: Final[Mapping[str, tuple[str, str]]] = {
-    "bf16": ("bfloat16", "float32"),
-    "tf32": ("float32", "tf32"),
-    "fp32": ("float32", "float32"),
-}
-"""For each name of the option `--types`, the type of all operands and the compute type."""
+TYPES: Final = {"bf16": ("bfloat16", "float32"), "tf32": ("float32", "tf32"), "fp32": ("float32", "float32")}
+"""For each value of the option `--dtype`, the type of all operands and the compute type."""
 _KINDS: Final = ("bf16", "tf32")
 ACTIVATIONS: Final = ("gelu", "relu")
 REPRESENTATIVE: Final = (
-    (256, 512, 784),
-    (1024, 1024, 1024),
-    (1600, 1024, 256),
-    (2048, 1024, 479),
-    (4096, 4096, 1024),
-    (8192, 3072, 768),
+    *((256, 512, 784), (1024, 1024, 1024), (1600, 1024, 256), (2048, 1024, 479), (4096, 4096, 1024), (8192, 3072, 768)),
 )
 """Small and large layers that the suite `tuning` tunes."""
 
@@ -187,9 +178,8 @@ def run_block(block: Block, at: Arrays, stream: Any = None) -> object:
     how = {"compute": block.compute, "stream": stream}
     _, first = lt.linear_fwd(at.x, at.w1, at.b1, activation=block.activation, out=at.y1, **how)
     _, second = lt.linear_fwd(at.y1, at.w2, at.b2, out=at.y2, **how)
-    lt.linear_bwd(
-        at.dy, second, through=first, out_dx=at.dz1, out_dw=at.dw2, out_db=at.db2, out_db_below=at.db1, stream=stream
-    )
+    out = {"out_dx": at.dz1, "out_dw": at.dw2, "out_db": at.db2, "out_db_below": at.db1}
+    lt.linear_bwd(at.dy, second, through=first, **out, stream=stream)
     lt.linear_bwd(at.dz1, first, before_activation=True, need_db=False, out_dx=at.dx, out_dw=at.dw1, stream=stream)
     return first, second
 
@@ -207,10 +197,8 @@ class Tuned(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """The result as entries of the row."""
-        return {
-            "tuning_s": round(self.seconds, 3),
-            "tuned": [{"strategy": each.strategy, "seconds": round(each.seconds, 3)} for each in self.report],
-        }
+        tuned = [{"strategy": each.strategy, "seconds": round(each.seconds, 3)} for each in self.report]
+        return {"tuning_s": round(self.seconds, 3), "tuned": tuned}
 
 
 def tune(case: Any) -> Tuned:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks import report
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.steps import Setup, StepCase, StepContender, contender, memory_of, timed_row
+from benchmarks.steps import Peer, Setup, StepCase, StepContender, contender, memory_of, timed_row
 from benchmarks.suite import GRAPH, JAX, MAX_AUTOTUNE, TORCH_COMPILE, Suite, modes, plan_cache
 from benchmarks.timing import built
 
@@ -157,13 +157,13 @@ def case(
     rows: int,
     width: int,
     hidden: int,
-    outputs: int | None = None,
+    outputs: int = 0,
     *,
     layers: int = 1,
     tokens: int = 1,
     kind: str = "bf16",
 ) -> ModelCase:
-    """A case without FP32 masters; its loss is the mean squared error, or `TAKEN` for the form "dqn"."""
+    """A case without FP32 masters, with `width` outputs if left at 0; its loss is "mse", or `TAKEN` for "dqn"."""
     dims, loss = (width, outputs or width), TAKEN if form == "dqn" else "mse"
     sizes = f"{layers} x {width}-{hidden}" if form in ("stack", "feed_forward") else f"{width}-{hidden}-{dims[1]}"
     activation = _ACTIVATIONS.get(form, "gelu")
@@ -197,7 +197,7 @@ def _ours(setup: Setup) -> StepContender:
     return contender(setup)._replace(memory=memory_of(setup.case, setup.stream))
 
 
-def peers(setup: Setup, options: argparse.Namespace) -> Iterator[tuple[str, Callable[[], StepContender]]]:
+def peers(setup: Setup, options: argparse.Namespace) -> Iterator[Peer]:
     """Functions that build the contenders of other libraries, by contender."""
     for name, mode in modes(options, compiled=True).items():
         yield name, peer("torch_steps", "contender", setup, "bf16", compiled=mode)

@@ -1,4 +1,6 @@
-"""Fits the shipped priors to measured times of strategies: `python -m benchmarks derive-priors [FILE...] [--out FILE]`.
+"""Fits the priors to measured times: `python -m benchmarks derive-priors [FILE...] [--out FILE]`.
+
+The priors are the table by which layers that were not measured choose their strategy.
 
 Each FILE is a result file of the suite `untuned`, whose rows hold the untuned times of a block's passes by their
 strategies; only the half of the blocks that is meant for fitting is read. For each type and activation a small tree of
@@ -12,11 +14,11 @@ it, backward with the order of launches that followed that commit.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -149,10 +151,8 @@ def backward_samples(rows: Iterable[Row]) -> Samples:
         for role, times in row["strategies"].items():
             if role.startswith("backward"):
                 times = _undisturbed(times)
-                by_tree = {
-                    priors.OTHER: {name: us for name, us in times.items() if name.split()[1] == "kernel"},
-                    "none nothing": _without_layer_below(times),
-                }
+                by_kernel = {name: us for name, us in times.items() if name.split()[1] == "kernel"}
+                by_tree = {priors.OTHER: by_kernel, "none nothing": _without_layer_below(times)}
                 if row["activation"] in _EPILOGUES:
                     by_tree[f"{row['activation']} {role.removeprefix('backward ')}"] = times
                 for name, some in by_tree.items():
@@ -258,14 +258,10 @@ def derive(rows: Sequence[Row]) -> tuple[dict[str, dict[str, Any]], dict[str, tu
     of_forward = _enough(forward_samples(rows, backward))
     forward = {name: fit(samples) for name, samples in sorted(of_forward.items())}
     trees, quality = {}, {}
-    for part, fitted, samples, names in (
-        ("forward", forward, of_forward, _FORWARD),
-        ("backward", backward, of_backward, _BACKWARD),
-    ):
-        trees[part] = {
-            name: _with_leaves(each.tree, lambda leaf, names=names: _as_entry(leaf, names))
-            for name, each in fitted.items()
-        }
+    every = ("forward", forward, of_forward, _FORWARD), ("backward", backward, of_backward, _BACKWARD)
+    for part, fitted, samples, names in every:
+        as_entry = partial(_as_entry, names=names)
+        trees[part] = {name: _with_leaves(each.tree, as_entry) for name, each in fitted.items()}
         for name, each in fitted.items():
             losses = [sample.loss(decide(each.tree, sample.features)) for sample in samples[name]]
             quality[f"{part} {name}"] = len(losses), math.exp(sum(losses) / len(losses)) - 1
@@ -281,9 +277,10 @@ def _table_of(capability: int) -> Path:
 
 def main(argv: Sequence[str]) -> None:
     """Writes the table of the measured architecture, and prints the mean loss of each tree."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks derive-priors", description=__doc__)
+    parser = report.command("derive-priors", __doc__)
     default = [Path(__file__).with_name("strategies.json")]
-    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", default=default, help="default: %(default)s")
+    told = "default: benchmarks/strategies.json"
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", default=default, help=told)
     parser.add_argument("--out", type=Path, metavar="FILE", help="default: the package's table of the architecture")
     arguments = parser.parse_args(argv)
     documents = [json.loads(file.read_text()) for file in arguments.files]

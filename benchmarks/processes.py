@@ -18,7 +18,7 @@ MODELS: Final[Mapping[str, tuple[int, tuple[int, ...]]]] = {
     "mnist MLP BF16, batch 256": (_M, (784, 512, 512, 10)),
     "gpt2-mlp-x2 BF16": (8192, (768, 3072, 768, 3072, 768)),
 }
-"""Rows of a batch and layer sizes of BF16 models with ReLU."""
+"""The models of the tasks by name: rows of a batch, and sizes of the layers. All are BF16 with ReLU."""
 _STEPS: Final = 500
 
 
@@ -119,12 +119,7 @@ def plans(names: Sequence[str]) -> dict[str, Any]:
     return {"measurements": process.measurements, "known": process.known, "us": process.us}
 
 
-TASKS: Final[Mapping[str, Callable[..., None]]] = {
-    "import": import_,
-    "linear": linear,
-    "step": step,
-    "trained": trained,
-}
+TASKS: Final[dict[str, Any]] = {"import": import_, "linear": linear, "step": step, "trained": trained}
 
 
 def main(task: str, names: Sequence[str]) -> None:

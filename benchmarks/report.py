@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import json
 import math
@@ -194,9 +195,8 @@ def table(rows: Iterable[Row]) -> Table:
         for name, timing in row.timings.items():
             ratio = f"{row.ratio[name]:.2f}" if name in row.ratio else ""
             fractions = row.fractions if name == row.ours else {}
-            shares = (
-                f"{100 * fractions[each]:.1f} %" if each in fractions else "" for each in (COPY_FLOOR, PEAK_FLOOR)
-            )
+            floors = (fractions.get(each) for each in (COPY_FLOOR, PEAK_FLOOR))
+            shares = ("" if each is None else f"{100 * each:.1f} %" for each in floors)
             made.add_row(case, name, f"{timing.median:.2f}", f"{timing.spread:.2f}", ratio, *shares)
             case = ""
         for name, least in row.floors.items():
@@ -225,6 +225,12 @@ def _table(left: Iterable[str], numbers: Iterable[str], right: Iterable[str]) ->
     for heading in right:
         made.add_column(heading)
     return made
+
+
+def command(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Makes the parser of `python -m benchmarks NAME`; the description keeps its lines."""
+    prog, raw = f"python -m benchmarks {name}".strip(), argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(prog=prog, description=description, formatter_class=raw)
 
 
 def console() -> Console:

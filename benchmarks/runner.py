@@ -107,11 +107,8 @@ def _wanted(suite: Suite, kept: Rows, digest: str, options: argparse.Namespace) 
     """The jobs of the cases that the options choose and whose rows are not in the result file yet."""
     named = [item for item in suite.jobs(options).items() if matches(options.only, item[0])]
     number, parts = options.part
-    return {
-        case: job
-        for case, job in named[number - 1 :: parts]
-        if case not in kept or not _is_done(kept[case], digest, options)
-    }
+    done = {case for case, row in kept.items() if _is_done(row, digest, options)}
+    return {case: job for case, job in named[number - 1 :: parts] if case not in done}
 
 
 def _is_done(row: Json, digest: str, options: argparse.Namespace) -> bool:
@@ -205,12 +202,6 @@ def merge(name: str, suite: Suite, folder: Path, digest: str) -> int:
         if other is not None and other["machine"]["gpu"] != origin["machine"]["gpu"]:
             gpus = f"{origin['machine']['gpu']}, and {file} of {other['machine']['gpu']}"
             raise SystemExit(f"{theirs} has rows of {gpus}: rows of two GPUs are not merged")
-        save(
-            suite,
-            newer,
-            file,
-            digest,
-            resume=True,
-            origin={name: origin[name] for name in ("machine", "commit", "when")},
-        )
+        place = {name: origin[name] for name in ("machine", "commit", "when")}
+        save(suite, newer, file, digest, resume=True, origin=place)
     return len(newer)

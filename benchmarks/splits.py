@@ -5,7 +5,7 @@ Only this module, `internals`, `priors` and `untuned` import private parts of lt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -185,9 +185,7 @@ def _left_to_kernels(strategy: BackwardStrategy) -> int:
     return (strategy.db, strategy.derivative, strategy.db_below).count(MadeBy.KERNEL)
 
 
-def near(
-    chain: LayerChain, entries: Mapping[str, Mapping[str, float]], chosen: Split, factor: float, most: int
-) -> list[Split]:
+def near(chain: LayerChain, entries: Entries, chosen: Split, factor: float, most: int) -> list[Split]:
     """Splits, other than the chosen one, that tuning measured as almost as fast as the best; the best come first.
 
     Args:

@@ -165,6 +165,10 @@ class StepContender(NamedTuple):
     turn: Turn | None = None
 
 
+Peer = tuple[str, Callable[[], StepContender]]
+"""Type: a contender's name, and a function that builds it."""
+
+
 class Setup:
     """The model, initial parameters, batches and stream that the contenders of a case share.
 
@@ -346,9 +350,7 @@ def _ours(setup: Setup, *, keep: bool) -> tuple[dict[str, StepContender], dict[s
     return made, facts
 
 
-def peers(
-    setup: Setup, options: argparse.Namespace, ways: Sequence[str | None], *, called: bool = True
-) -> Iterator[tuple[str, Callable[[], StepContender]]]:
+def peers(setup: Setup, options: argparse.Namespace, ways: Sequence[Any], *, called: bool = True) -> Iterator[Peer]:
     """Contenders' names, and functions that build them: PyTorch's for each way to hold parameters, and JAX's.
 
     Args:

@@ -3,17 +3,15 @@
 Each DIR is the folder of another run on the same GPU, which `--out` named. The command first puts the rows of its
 result files into the kept results, where they are newer.
 
-A table of a page stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks:NAME -->`, where NAME is one of
-`TABLES`. The table's commit, its dates and the peers stand above it. A ratio is a peer's time divided by ours; it is
-bold where we are slower.
+A table of a page stands between `<!-- benchmarks:NAME -->` and `<!-- /benchmarks:NAME -->`. The table's commit, its
+dates and the peers stand above it. A ratio is a peer's time divided by ours; it is bold where we are slower.
 
-The command compares the present code with the code of each row. Rows that were measured with other code are
-stale: tables mark them, and leave them out of their means.
+The command compares the present code with the code of each row. Rows that were measured with other code are stale:
+tables mark them, and leave them out of their means.
 """
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,15 +28,8 @@ from benchmarks.report import COPY_FLOOR, PEAK_FLOOR, Finding, Json, geometric_m
 PAGE: Final = Path(__file__).parent / "README.md"
 PAGES: Final = (PAGE, PAGE.parents[1] / "docs" / "distributed.md", report.RESULTS / "rows.md")
 _BLOCK: Final = re.compile(r"(?<=<!-- benchmarks:)([\w-]+) -->\n.*?(?=<!-- /benchmarks:\1 -->)", re.DOTALL)
-_VERSIONS: Final = {
-    "PyTorch": "torch",
-    "torch.compile": "torch",
-    "torchao": "torchao",
-    "JAX": "jax",
-    "CuPy": "cupy",
-    "Liger": "liger_kernel",
-}
-"""For the first word of a peer's label, the key of its version in a result file's "machine"."""
+_VERSIONS: Final = {"PyTorch": "torch", "torch.compile": "torch", "Liger": "liger_kernel"}
+"""For the first word of a peer's label, the key of its version in "machine", if it is not the word in lower case."""
 
 _MEASURED_AGAINST: Final = "measured against"
 
@@ -84,7 +75,10 @@ def _source(suite: str) -> str:
     told += f" on {machine['gpu']} with driver {machine['driver']}"
     told += f" and cuBLASLt {machine['cublaslt'] // 10000}.{machine['cublaslt'] // 100 % 100}"
     names = dict.fromkeys(name for row in rows for name in kept.peers_of(row))
-    versions = [f"{name} {machine.get(_VERSIONS[name], 'of a version that was not recorded')}" for name in names]
+    versions = [
+        f"{name} {machine.get(_VERSIONS.get(name, name.lower()), 'of a version that was not recorded')}"
+        for name in names
+    ]
     return told + (f", against {', '.join(versions)}" if versions else "")
 
 
@@ -196,14 +190,8 @@ def models() -> str:
     lines = []
     for row in rows_of("models"):
         graph = row["ratio"].get("torch_graph")
-        cells = (
-            us(row["us"]["lt"]),
-            peer(against(row)),
-            "" if graph is None else times(graph),
-            _memory(row),
-            _peers(row),
-        )
-        lines.append([row["case"] + mark(row), *cells])
+        cells = peer(against(row)), "" if graph is None else times(graph), _memory(row), _peers(row)
+        lines.append([row["case"] + mark(row), us(row["us"].get("lt")), *cells])
     headings = "model", "lt_runtime", "fastest peer", "PyTorch in a graph", _MEMORY, _MEASURED_AGAINST
     return markdown(headings, lines)
 
@@ -282,11 +270,8 @@ def fp8_widths() -> str:
         lines.setdefault("-".join(map(str, case.dims)), []).append(cell)
     batches = [f"batch {rows}" for rows in dict.fromkeys(case.rows for case in fp8.GRID)]
     made = markdown(["MLP", *batches], [[name, *cells] for name, cells in lines.items()])
-    inference = [
-        [str(case.rows) + marks[case.name], us(each["lt"]), times(each["lt_bf16"] / each["lt"])]
-        for case in fp8.INFERENCE
-        if (each := found.get(case.name))
-    ]
+    cases = [(str(case.rows) + marks[case.name], found[case.name]) for case in fp8.INFERENCE if case.name in found]
+    inference = [[rows, us(each["lt"]), times(each["lt_bf16"] / each["lt"])] for rows, each in cases]
     told = markdown(["rows in inference, 4096-14336-4096", "FP8", "our BF16"], inference)
     return f"{made}\n\n{told}" if inference else made
 
@@ -460,9 +445,7 @@ def main(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: a folder has no result file, or rows of another GPU.
     """
-    made = argparse.ArgumentParser(
-        prog="python -m benchmarks report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = report.command("report", __doc__)
     made.add_argument("runs", nargs="*", type=Path, metavar="DIR", help="the folder of another run")
     files = digests.working_files()
     found = {suite: digests.digest(suite, files) for suite in SUITES}

@@ -230,6 +230,10 @@ class Contender(NamedTuple):
     timed: Callable[[Replay, int, Any], Turn] = timed
 
 
+Builders = Mapping[str, Callable[[], Contender]]
+"""Type: functions that build contenders, by the contenders' names."""
+
+
 class Measured(NamedTuple):
     """Result of a measurement: times by contender, and the reason for each contender without a time."""
 
@@ -237,9 +241,7 @@ class Measured(NamedTuple):
     left_out: dict[str, str]
 
 
-def measure(
-    builders: Mapping[str, Callable[[], Contender]], sets: int, repetitions: int, rounds: int, stream: Any
-) -> Measured:
+def measure(builders: Builders, sets: int, repetitions: int, rounds: int, stream: Any) -> Measured:
     """Captures every contender and times them alternately; contenders that fail are left out with the reason.
 
     Args:

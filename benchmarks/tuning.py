@@ -17,10 +17,8 @@ from benchmarks.suite import CACHE_VARIABLE, Job, Suite, last_line, plan_cache, 
 from benchmarks.timing import summarise
 
 SECOND: Final = "plans in a second process"
-LAYERS: Final = (
-    *REPRESENTATIVE,
-    *((64, 64, 64), (256, 256, 256), (2048, 2048, 2048), (8192, 768, 3072), (2048, 1, 256), (16, 4096, 4096)),
-)
+_CUBES: Final = ((64, 64, 64), (256, 256, 256), (2048, 2048, 2048))
+LAYERS: Final = (*REPRESENTATIVE, *_CUBES, (8192, 768, 3072), (2048, 1, 256), (16, 4096, 4096))
 """The blocks of the suite: small and large layers, in every type."""
 _BLOCKS: Final = [block for block in blocks() if block.layer in LAYERS and block.activation == "gelu"]
 

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -112,16 +112,13 @@ def _by_strategies(problem: Any) -> dict[str, float]:
 def findings(rows: Sequence[Json]) -> list[Finding]:
     """The suite's summary: tuned time over untuned time of blocks that no fit has read, by type and by activation."""
     judged = [row for row in rows if row.get("half") == JUDGE]
-    groups: Iterator[tuple[str, list[Json]]] = (
-        (value, [row for row in judged if row[name] == value])
-        for name, values in (("type", TYPES), ("activation", ACTIVATIONS), ("stratum", STRATA))
-        for value in values
-    )
+    kinds = (("type", TYPES), ("activation", ACTIVATIONS), ("stratum", STRATA))
+    groups = {value: [row for row in judged if row[name] == value] for name, values in kinds for value in values}
     untuned = speedups(judged, "lt", "lt_priors")
     made = [report.mean("lt / lt_priors", untuned, 0.955), report.worst("lt / lt_priors", untuned, 0.85)]
-    for name, some in groups:
-        made.append(report.mean(f"lt / lt_priors, {name}", speedups(some, "lt", "lt_priors")))
-        made.append(report.worst(f"lt / lt_priors, {name}", speedups(some, "lt", "lt_priors")))
+    for name, some in groups.items():
+        found = speedups(some, "lt", "lt_priors")
+        made += [make(f"lt / lt_priors, {name}", found) for make in (report.mean, report.worst)]
     return made
 
 

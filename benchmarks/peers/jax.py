@@ -83,19 +83,15 @@ def trained(state: Any, x: jax.Array, target: jax.Array, *, of: Cost, decay: flo
     parameters, moments, averages, number, _ = state
     value, gradients = jax.value_and_grad(of)(parameters, x, target)
     number = number + 1
-    updated = [
-        _adamw(parameter, gradient, *both, number)
-        for parameter, gradient, both in zip(parameters, gradients, moments, strict=True)
-    ]
+    groups = zip(parameters, gradients, moments, strict=True)
+    updated = [_adamw(parameter, gradient, *both, number) for parameter, gradient, both in groups]
     parameters = [first for first, _ in updated]
     pairs = zip(averages, parameters[: len(averages)], strict=True)
     averages = [decay * average + (1 - decay) * each.astype(jnp.float32) for average, each in pairs]
     return parameters, [both for _, both in updated], averages, number, value
 
 
-def _adamw(
-    parameter: jax.Array, gradient: jax.Array, mean: jax.Array, square: jax.Array, number: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _adamw(parameter: jax.Array, gradient: jax.Array, mean: jax.Array, square: jax.Array, number: jax.Array) -> Any:
     """The parameter and its moments after an update, rounded to the types of the arguments."""
     (first, second), kept = _BETAS, parameter.dtype
     value, slope, mean, square = (each.astype(jnp.float32) for each in (parameter, gradient, mean, square))
@@ -167,11 +163,5 @@ def _mixture(parameters: list[jax.Array], x: jax.Array) -> jax.Array:
     return p[..., :1] * outputs[0] + p[..., 1:] * outputs[1]
 
 
-_MODELS: Final = {
-    "stack": _stack,
-    "feed_forward": _feed_forward,
-    "towers": _towers,
-    "autoencoder": _autoencoder,
-    "mixture": _mixture,
-}
+_MODELS: Final = {each.__name__[1:]: each for each in (_stack, _feed_forward, _towers, _autoencoder, _mixture)}
 """The models that are no plain MLPs, by their form."""

@@ -6,6 +6,7 @@ import collections
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import cupy as cp
@@ -276,14 +277,8 @@ def flat_adamw(
     copies = () if dtype == kept else (value.to(torch.bfloat16),)
     rate, decay, (first, second) = 1e-5, 0.01, (0.9, 0.999)
 
-    def update(
-        value: torch.Tensor,
-        gradient: torch.Tensor,
-        mean: torch.Tensor,
-        square: torch.Tensor,
-        number: torch.Tensor,
-        *copies: torch.Tensor,
-    ) -> object:
+    def update(*tensors: torch.Tensor) -> object:
+        value, gradient, mean, square, number, *copies = tensors
         slope = gradient.float()
         if max_norm is not None:
             slope = slope * (max_norm / (torch.linalg.vector_norm(slope) + 1e-6)).clamp(max=1.0)
@@ -294,7 +289,7 @@ def flat_adamw(
         value.mul_(1 - rate * decay).sub_(rate * (mean / (1 - first**number)) / size)
         for copy in copies:
             copy.copy_(value)
-        return _in_fp8((copies or (value,))[0].view(shapes[0]), scale) if casts else None
+        return _in_fp8([*copies, value][0].view(shapes[0]), scale) if casts else None
 
     return _over([(value, gradient, mean, square, number, *copies)], _compiled(update))
 
@@ -349,23 +344,19 @@ def elementwise_loss(
     functional = torch.nn.functional
     of_rows = None if row_weights is None else tensor(row_weights)[:, None]
     of_columns = None if pos_weight is None else tensor(pos_weight).to(torch.bfloat16)
+    function = getattr(functional, loss.replace("bce", "binary_cross_entropy"))
+    if loss == "bce_with_logits":
+        function = partial(function, pos_weight=of_columns)
 
     def cost(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         reduction = "mean" if of_rows is None else "none"
-        if loss == "bce_with_logits":
-            losses = functional.binary_cross_entropy_with_logits(
-                prediction, target, pos_weight=of_columns, reduction=reduction
-            )
-        else:
-            losses = getattr(functional, loss)(prediction, target, reduction=reduction)
+        losses = function(prediction, target, reduction=reduction)
         return losses if of_rows is None else (losses * of_rows).mean()
 
     return _with_gradient(cost, _inputs(buffers, 2), compiled)
 
 
-def _with_gradient(
-    cost: Callable[..., torch.Tensor], sets: list[tuple[torch.Tensor, ...]], compiled: bool
-) -> Contender:
+def _with_gradient(cost: Callable[..., Any], sets: Sequence[tuple[torch.Tensor, ...]], compiled: bool) -> Contender:
     """Returns a loss's value, and its gradient with respect to the first tensor."""
     run = _compiled(cost, wanted=compiled)
 

@@ -13,8 +13,6 @@ from torch.nn import functional
 from benchmarks.models import NORM_EPSILON, TAKEN, ModelCase
 from benchmarks.steps import LEARNING_RATE, WEIGHT_DECAY, StepCase
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
 
 def _loss_of_taken(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     actions = outputs.shape[1]
@@ -22,11 +20,7 @@ def _loss_of_taken(outputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return error.square().sum() / len(outputs)
 
 
-LOSSES: Final[dict[str, Loss]] = {
-    "cross_entropy": functional.cross_entropy,
-    "mse": functional.mse_loss,
-    TAKEN: _loss_of_taken,
-}
+LOSSES: Final = {"cross_entropy": functional.cross_entropy, "mse": functional.mse_loss, TAKEN: _loss_of_taken}
 
 
 ACTIVATIONS: Final[dict[str, Callable[[], torch.nn.Module]]] = {
@@ -53,9 +47,7 @@ def layers(sizes: Sequence[int], activation: str, **place: Any) -> torch.nn.Sequ
     return torch.nn.Sequential(*made[:-1])
 
 
-def train(
-    case: ModelCase, values: Sequence[Any], batches: Iterable[tuple[Any, Any]], device: str, dtype: str
-) -> list[float]:
+def train(case: ModelCase, values: Sequence[Any], batches: Iterable[Any], device: str, dtype: str) -> list[float]:
     """The losses of training steps over NumPy's batches, each before its update, without TF32.
 
     Args:
@@ -123,9 +115,8 @@ class _Towers(torch.nn.Module):
     def __init__(self, case: ModelCase, **place: Any) -> None:
         super().__init__()
         sizes = case.dims[0], case.hidden, case.hidden
-        self.towers = torch.nn.ModuleList(
-            layers(sizes, "gelu", **place).append(ACTIVATIONS["gelu"]()) for _ in range(2)
-        )
+        towers = (layers(sizes, "gelu", **place).append(ACTIVATIONS["gelu"]()) for _ in range(2))
+        self.towers = torch.nn.ModuleList(towers)
         self.head = torch.nn.Linear(2 * case.hidden, case.dims[-1], **place)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -18,9 +18,7 @@ _WARM_UP: Final = 3  # steps that run before the capture, as PyTorch's documenta
 Cost = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def contender(
-    setup: Setup, way: str | None, *, compiled: str | None = None, recipe: str | None = None
-) -> StepContender:
+def contender(setup: Setup, way: str | None, *, compiled: str | None = None, recipe: Any = None) -> StepContender:
     """A whole step in a graph: forward and loss, gradients by autograd, and the fused optimizer.
 
     Args:
@@ -47,17 +45,15 @@ class _Step:
         self._given = itertools.cycle([(tensor(x), tensor(target)) for x, target in setup.batches])
         self._buffers = tuple(tensor(each).clone() for each in (setup.x, setup.target))
         made = _network(setup, torch.bfloat16 if way == "bf16" else torch.float32, recipe)
-        self._optimizer = torch.optim.AdamW(
-            made.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True, capturable=True
-        )
+        options: Any = {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True, "capturable": True}
+        self._optimizer = torch.optim.AdamW(made.parameters(), **options)
         self._cost = _cost(made, setup.case.loss, autocast=way == "autocast")
         self._parameters, self._decay, self._average = [*made.parameters()], setup.case.decay, _average
         self._averages = [] if self._decay is None else [_copy(each) for each in self._parameters]
         if compiled is not None:
             torch._dynamo.reset()
-            self._cost, self._average = (
-                torch.compile(each, mode=compiled, dynamic=False) for each in (self._cost, _average)
-            )
+            self._cost = torch.compile(self._cost, mode=compiled, dynamic=False)
+            self._average = torch.compile(_average, mode=compiled, dynamic=False)
         self._graph = torch.cuda.CUDAGraph()
         self._first_loss = float("nan")
 
