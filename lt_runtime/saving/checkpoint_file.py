@@ -203,12 +203,12 @@ def reading(path: AnyPath) -> Iterator[OpenFile]:
 
 def check_kinds(path: AnyPath, found: Kinds, like: Kinds) -> None:
     """Raises `CheckpointError` unless a file has exactly the expected arrays."""
+    for name, kind in like.items():
+        if found.get(name, kind) != kind:
+            raise CheckpointError(f"{path}: {name} is {shortened(str(found[name]))}; here it is {kind}")
     for name in sorted(like.keys() ^ found.keys()):
         difference = f"no {name}" if name in like else f"{shortened(name)}, which there is not here"
         raise CheckpointError(f"{path} has {difference}")
-    for name, kind in like.items():
-        if found[name] != kind:
-            raise CheckpointError(f"{path}: {name} is {shortened(str(found[name]))}; here it is {kind}")
 
 
 def shortened(text: str) -> str:

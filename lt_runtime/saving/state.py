@@ -262,7 +262,8 @@ def _check_options(
         for key, name in names.items()
         if name not in may_differ and not (name == "precision" and None in (theirs.get(key), ours.get(key)))
     }
-    differing = {names[key] for key, found in rows.items() if found}
+    # `changed` does not help if the file or the present object lacks a whole block
+    differing = {names[key] for key, found in rows.items() if found and key in theirs and key in ours}
     refuse_differences(path, [*itertools.chain(*rows.values())], differing, _CHANGEABLE)
 
 

@@ -255,7 +255,7 @@ class StepBody:
         for each in read:
             self._check_input(each, read[0])
         if row_weights and loss.is_own:
-            instead = "the target of a loss of your own may hold them"
+            instead = "the target of a loss of your own may hold them, and lt.share(..., drop_uneven=True) makes none"
             raise ArgumentError(f"row_weights are for losses with a name; {instead}")
         wanted = model.device.read("labels" if loss.classifies else "target", target, stream)
         axes = read[0].shape[:-1] if model.inputs and count == 1 else None

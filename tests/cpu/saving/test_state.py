@@ -305,6 +305,8 @@ BLOCKS: list[tuple[Callable[[], lt.Block], Callable[[], lt.Block], str]] = [
     (lambda: lt.RMSNorm(4, device="cpu"), lambda: lt.LayerNorm(4, bias=False, device="cpu"), r"m/block +'RMSNorm'"),
     (lambda: linear(dropout=0.5), lambda: lt.Linear(4, 4, device="cpu", seed=2, dropout=0.5), r"m/seed +1 +2"),
     (lambda: linear(activation="relu"), lambda: linear(activation="tanh"), r"m/activation\.name +'relu' +'tanh'"),
+    (lambda: lt.Chain(linear()), lambda: lt.Chain(linear(), linear()), r"(?s)\A(?!.*With).*m/1\.block +None +'Linear'"),
+    (lambda: linear(dtype="float16"), linear, r"m/weight is float16 \(4, 4\); here it is float32"),
 ]
 
 
