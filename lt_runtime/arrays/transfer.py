@@ -106,6 +106,16 @@ def store(operand: Operand, values: NDArray[Any], stream: int) -> None:
             call("cuStreamSynchronize", stream)
 
 
+def array_of(values: NDArray[Any], device: int, stream: int) -> Any:
+    """A new array with a NumPy array's values: of NumPy with `HOST`, of CuPy on a GPU. Waits for the stream."""
+    if device == HOST:
+        array = host_zeros(values.size, values.dtype).reshape(values.shape)
+    else:
+        array = CUPY.empty(values.shape, values.dtype, device, stream)
+    store(read("the new array", array, stream), values, stream)
+    return array
+
+
 def copied(array: Any) -> Any:
     """A copy of a NumPy array, or of a contiguous CuPy array on CuPy's current device and stream."""
     if isinstance(array, np.ndarray):

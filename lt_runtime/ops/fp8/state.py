@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from lt_runtime.arguments import check_instance
 from lt_runtime.arrays.checks import check_shape, check_type
-from lt_runtime.arrays.operand import CUPY, HOST, device_of, library_of, read
-from lt_runtime.arrays.transfer import fetch, host_access, host_values, host_zeros, replace_all, store, writes
+from lt_runtime.arrays.operand import HOST, device_of, library_of
+from lt_runtime.arrays.transfer import array_of, fetch, host_access, host_values, replace_all, writes
 from lt_runtime.errors import ArgumentError, CaptureError, OperandError, ShapeError
 from lt_runtime.fp8 import FP8
 from lt_runtime.gpu.streams import is_captured
@@ -156,19 +156,13 @@ class FP8State:
 def arrays_of(state: FP8State, x: Any) -> tuple[Any, Any]:
     """Slots and history of a state. The first call makes them on the device of x, and waits for the copies."""
     if state.slots is None:
-        device, made = device_of("x", x), list[Any]()
+        device = device_of("x", x)
         stream = 0 if device == HOST else library_of(x).current_stream(device)
         if device != HOST and is_captured(stream):
             found = f"stream {stream:#x} is being captured, and the layer's scales are made in its first call"
             raise CaptureError(f"{found}; run the layer once before the capture")
-        for values in initial_arrays(state.recipe).values():
-            if device == HOST:
-                made.append(host_zeros(values.size, values.dtype).reshape(values.shape))
-                made[-1][...] = values
-            else:
-                made.append(CUPY.empty(values.shape, values.dtype, device, stream))
-                store(read("the scales", made[-1], stream), values, stream)
-        state.slots, state.history = made
+        initial = initial_arrays(state.recipe).values()
+        state.slots, state.history = [array_of(each, device, stream) for each in initial]
     return state.slots, state.history
 
 

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from lt_runtime.arguments import check_instance, not_negative, shown
 from lt_runtime.arrays.checks import check_disjoint, check_shape, check_type
 from lt_runtime.arrays.copies import copies_of
-from lt_runtime.arrays.libraries import cupy, cupy_stream
+from lt_runtime.arrays.libraries import cupy
 from lt_runtime.arrays.operand import HOST, Operand, device_of, library_of, read
-from lt_runtime.arrays.transfer import fetch, host_access, host_values, in_float32, replace_all, writes
+from lt_runtime.arrays.transfer import array_of, fetch, host_access, host_values, in_float32, replace_all, writes
 from lt_runtime.errors import DeviceError, OperandError, ShapeError
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.kernels.optimizer import Options
@@ -239,11 +239,7 @@ def _in_fp32(operand: Operand, stream: int) -> Any:
     array = operand.array
     if hasattr(array, "float"):  # only PyTorch's tensors have the method `float`
         return array.float()
-    values = fetch(operand, stream).astype(np.float32)
-    if operand.device == HOST:
-        return values
-    with cupy_stream(operand.device, stream) as module:
-        return module.asarray(values)
+    return array_of(fetch(operand, stream).astype(np.float32), operand.device, stream)
 
 
 def values_for(parameter: Parameter, name: str, values: Any) -> NDArray[np.float32]:
