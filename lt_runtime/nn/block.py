@@ -18,10 +18,10 @@ from lt_runtime.errors import ArgumentError, DTypeError, KindError, OperandError
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.streams import stream_handle
 from lt_runtime.nn.device import ComputeDevice
+from lt_runtime.nn.loading import LeftOut, by_name, load_values
 from lt_runtime.nn.run import Met, Pass
 from lt_runtime.ops.add import add as sum_of
 from lt_runtime.ops.first_use import not_tuning
-from lt_runtime.ops.optimizers.loading import LeftOut, by_name, load_values
 from lt_runtime.ops.optimizers.parameters import Parameter
 from lt_runtime.problem import Activation, DType
 
