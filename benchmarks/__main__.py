@@ -13,6 +13,7 @@ A name before a colon in the help of an option is the suite that has the option.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -20,9 +21,32 @@ from typing import Any, Final
 
 from benchmarks import report, runner
 
-SUITES: Final = tuple(
-    "kernels layers wide untuned steps models torch narrow host growth tuning cold fp8 scaling".split()  # noqa: SIM905
-)
+
+def pattern(text: str) -> str:
+    """A regular expression, unchanged.
+
+    Raises:
+        ValueError: the text is no regular expression.
+    """
+    try:
+        return re.compile(text).pattern
+    except re.error as error:
+        raise ValueError from error
+
+
+def part(text: str) -> tuple[int, int]:
+    """Parses I/N, the I-th of N parts.
+
+    Raises:
+        ValueError: the text has another form, or I is not from 1 to N.
+    """
+    number, parts = map(int, text.split("/"))
+    if 1 <= number <= parts:
+        return number, parts
+    raise ValueError
+
+
+SUITES: Final = (*"kernels layers wide untuned steps models torch narrow host growth tuning cold fp8 scaling".split(),)  # noqa: SIM905
 _COMMANDS: Final = ("compare", "report", "distances", "fp8-accuracy", "derive-priors")
 _MODULES: Final = {"report": "tables", "derive-priors": "priors"}
 """The modules of commands that have another name than their module."""
@@ -50,7 +74,7 @@ _SPECIAL: Final[dict[str, tuple[Sequence[str], str, dict[str, Any]]]] = {
     "contenders": (
         ("torch",),
         "measure only contenders in whose name this regular expression is found",
-        {"metavar": "PATTERN"},
+        {"metavar": "PATTERN", "type": pattern},
     ),
     "jax": (("layers", "wide", "steps", "models", "narrow"), "add JAX; layers: to 24 blocks", _FLAG),
     "prefetch": (("steps",), "add training from batches on the host", _FLAG),
@@ -64,7 +88,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("suites", nargs="*", metavar="SUITE", help=", ".join(SUITES))
     made.add_argument("--list", action="store_true", help="say what each suite measures")
     told = "measure only cases in whose name this regular expression is found"
-    made.add_argument("--only", metavar="PATTERN", help=told)
+    made.add_argument("--only", type=pattern, metavar="PATTERN", help=told)
     made.add_argument("--rounds", type=int, metavar="N", help="number of timed rounds; each suite has a default")
     told = "begin no further row of a suite after N minutes"
     made.add_argument("--minutes", type=float, default=float("inf"), metavar="N", help=told)
@@ -80,18 +104,6 @@ def parser() -> argparse.ArgumentParser:
     for name, (suites, told, how) in _SPECIAL.items():
         made.add_argument(f"--{name}", help=f"{', '.join(suites)}: {told}", **how)
     return made
-
-
-def part(text: str) -> tuple[int, int]:
-    """Parses I/N, the I-th of N parts.
-
-    Raises:
-        ValueError: the text has another form, or I is not from 1 to N.
-    """
-    number, parts = map(int, text.split("/"))
-    if not 1 <= number <= parts:
-        raise ValueError
-    return number, parts
 
 
 def options_of(argv: Sequence[str] | None) -> argparse.Namespace:

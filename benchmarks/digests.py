@@ -2,7 +2,8 @@
 
 A digest covers the modules of the benchmarks, the examples and the package that the suite imports, directly or through
 others; the CUDA sources that these modules name, with their headers; and the package's tables beside these modules.
-Comments, docstrings and blank lines are left out. The machine that measures needs no git.
+Comments, docstrings, blank lines and the figures over all rows of a suite are left out. The machine that measures needs
+no git.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ SOURCES: Final = ("benchmarks", "examples", "lt_runtime", "cuda_src")
 _PACKAGE: Final = "lt_runtime"
 _STORING: Final = frozenset(f"benchmarks/{name}.py" for name in ("digests", "kept", "report", "runner", "scaling_cost"))
 """Modules that store, show or extrapolate times and measure none; digests leave them out."""
+_FIGURES: Final = "findings"
+"""The name of suites' functions that compute figures over rows after they were measured."""
 _SUFFIXES: Final = (".py", ".json", ".cu", ".cuh")
 _INCLUDE: Final = re.compile(rb'#\s*include\s*"([^"]+)"')
 _CUDA_TOKEN: Final = re.compile(r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')""", re.DOTALL)
@@ -129,17 +132,18 @@ def _running(tree: ast.AST) -> Iterator[ast.AST]:
 @functools.cache
 def _digest_of(suffix: str, content: bytes) -> str:
     """Digest of one file without comments, docstrings and blank lines."""
-    text = content.decode()
-    if suffix == ".py":
-        text = _bare_python(text)
-    elif suffix != ".json":
+    text = _bare_python(content.decode()) if suffix == ".py" else content.decode()
+    if suffix in (".cu", ".cuh"):
         text = _CUDA_TOKEN.sub(lambda match: match[1] or " ", text)
     lines = [line.rstrip() for line in text.split("\n")]
     return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()
 
 
 def _bare_python(code: str) -> str:
-    """Python code without comments and docstrings. All versions of Python give the same text, unlike syntax trees."""
+    """Python code without comments, docstrings and figures over rows.
+
+    All versions of Python give the same text, unlike syntax trees.
+    """
     lines = code.split("\n")
     for token in tokenize.generate_tokens(io.StringIO(code).readline):
         if token.type == tokenize.COMMENT:
@@ -147,6 +151,7 @@ def _bare_python(code: str) -> str:
             lines[row - 1] = lines[row - 1][:column]
     for node in ast.walk(ast.parse(code)):
         is_string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_string and not lines[node.lineno - 1][: node.col_offset].strip():
+        is_left_out = is_string or (isinstance(node, ast.FunctionDef) and node.name == _FIGURES)
+        if is_left_out and not lines[node.lineno - 1][: node.col_offset].strip():
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
     return "\n".join(lines)

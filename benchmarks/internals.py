@@ -136,7 +136,7 @@ def gated_fp8_pass(shape: tuple[int, int], *, backward: bool) -> Callable[..., N
     output's gradient (only backward), of the result and of its transpose, and a stream.
 
     Args:
-        shape: the output's.
+        shape: rows and columns of the output.
     """
     rows, cols = shape
     spec, silu = Spec(packed(rows, cols)), Activation("silu")

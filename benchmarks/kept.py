@@ -41,14 +41,12 @@ _CALL: Final = "_call"  # Occurs in the name of a contender whose time includes 
 
 def result(suite: str) -> dict[str, Any]:
     """Reads the result file of a suite."""
-    found: dict[str, Any] = json.loads((RESULTS / f"{suite}.json").read_text())
-    return found
+    return dict(json.loads((RESULTS / f"{suite}.json").read_text()))
 
 
 def code() -> dict[str, Any]:
     """Reads `CODE`: "commit", and "digests" by suite."""
-    found: dict[str, Any] = json.loads((RESULTS / CODE).read_text())
-    return found
+    return dict(json.loads((RESULTS / CODE).read_text()))
 
 
 def rows_of(suite: str) -> list[dict[str, Any]]:

@@ -82,7 +82,7 @@ def _turns(case: StepCase, stream: Any, group: Any, which: Mapping[str, bool]) -
 
 
 def _facts(case: StepCase, found: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Samples a second of two GPUs as a multiple of one's, the hidden share of the sums, and the gradients' bytes."""
+    """For two GPUs: samples a second over those of one, the share of the sums that backward hides, gradients' bytes."""
     alone, together, sums = (found[name][0] for name in (ALONE, PAIR, SUMS))
     hidden = round(1 - max(0.0, together - alone) / sums, 4)
     return {"samples_ratio": round(2 * alone / together, 4), "hidden": hidden, "gradient_bytes": 2 * case.parameters}

@@ -66,7 +66,7 @@ class StepCase(Typed):
     master: bool = True
     input_gradient = False
     tune: ClassVar[bool | None] = None
-    """The option `tune` of the case's training steps."""
+    """Whether training steps tune their layers before they are captured; None for the default of `lt.TrainStep`."""
 
     @property
     def name(self) -> str:

@@ -158,5 +158,4 @@ def last_line(command: Sequence[str], environment: Mapping[str, str]) -> dict[st
         CalledProcessError: the process failed.
     """
     done = subprocess.run(command, cwd=_ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    return dict(json.loads(done.stdout.splitlines()[-1]))

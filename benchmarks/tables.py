@@ -231,14 +231,12 @@ def narrow() -> str:
     lines = []
     for each in comparisons("narrow"):
         least = each.row.get("floors_us", {})
-        floors = [name in least and f"{us(least[name])}, {100 * least[name] / each.ours:.1f} %" for name in _FLOORS]
-        cells = [us(each.ours), *(told or "" for told in floors), peer(each)]
+        found = (least.get(name) for name in (COPY_FLOOR, PEAK_FLOOR))
+        floors = ("" if floor is None else f"{us(floor)}, {100 * floor / each.ours:.1f} %" for floor in found)
+        cells = [us(each.ours), *floors, peer(each)]
         lines.append([each.marked, *cells, _peers(each.row)])
     headings = "MLP", "lt_runtime", "least by copy", "least by peak", "fastest peer", _MEASURED_AGAINST
     return markdown(headings, lines)
-
-
-_FLOORS: Final = (COPY_FLOOR, PEAK_FLOOR)
 
 
 def fp8_steps() -> str:

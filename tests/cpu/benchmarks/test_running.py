@@ -53,6 +53,8 @@ def test_every_suite_is_listed_without_loading_a_gpu_library() -> None:
         (["host", "--prefetch"], "--prefetch is an option of steps"),
         (["hosts"], "name a suite of kernels.*, not hosts"),
         ([], "name a suite"),
+        (["steps", "--only", "["], r"--only: invalid pattern value: '\['"),
+        (["torch", "--contenders", "("], r"--contenders: invalid pattern value: '\('"),
         (["steps", "--part", "1/2"], "--part needs --resume"),
         (["steps", "--resume", "--part", "3/2"], "invalid part value: '3/2'"),
     ],
