@@ -204,9 +204,9 @@ def torch_models() -> str:
         cells = [us(ours) + ("" if ratio is None else f", {times(ratio)}") for ours, ratio in found.values()]
         liger = min((ratio for way in torch.WAYS if (ratio := torch.ratio(row, way, "liger"))), default=None)
         memory = [f"{ratio:.2f}" if (ratio := torch.memory_ratio(row, way)) else "" for way in torch.WAYS[1::2]]
-        lines.append([row["case"] + mark(row), *cells, "" if liger is None else times(liger), *memory])
+        lines.append([row["case"] + mark(row), *cells, "" if liger is None else times(liger), *memory, _peers(row)])
     headings = "eager", "in a graph", "compiled", "compiled, in a graph", "Liger at best"
-    return markdown(("model", *headings, f"{_MEMORY} in a graph", "compiled, in a graph"), lines)
+    return markdown(("model", *headings, f"{_MEMORY} in a graph", "compiled, in a graph", _MEASURED_AGAINST), lines)
 
 
 def torch_fp8() -> str:
@@ -276,8 +276,8 @@ def fp8_widths() -> str:
 
 def host() -> str:
     """Table of the host's time for a call."""
-    lines = [[each.marked, us(each.ours), peer(each)] for each in comparisons("host")]
-    return markdown(["Call", "lt_runtime", "fastest peer"], lines)
+    lines = [[each.marked, us(each.ours), peer(each), _peers(each.row)] for each in comparisons("host")]
+    return markdown(["Call", "lt_runtime", "fastest peer", _MEASURED_AGAINST], lines)
 
 
 def slower() -> str:

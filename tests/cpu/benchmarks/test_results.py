@@ -143,9 +143,9 @@ def test_calls_are_compared_with_calls_that_do_the_same_and_losses_are_shown(res
     step = {"lt": 10.0, "jax": 8.0, "lt_call": 11.0, "torch_graph_call": 12.0, "jax_call": 10.9}
     results("steps", {"case": "a", "us": step})
     assert tables.host().splitlines()[2:] == [
-        "| linear_fwd + linear_bwd, eager | 18.4 | 128 PyTorch, 6.96× |",
-        "| matmul | 9.00 | 8.00 CuPy, **0.89×** |",
-        "| matmul, through lt.bind | 2.00 | 6.00 PyTorch in a graph, 3.00× |",
+        "| linear_fwd + linear_bwd, eager | 18.4 | 128 PyTorch, 6.96× | PyTorch |",
+        "| matmul | 9.00 | 8.00 CuPy, **0.89×** | PyTorch, CuPy |",
+        "| matmul, through lt.bind | 2.00 | 6.00 PyTorch in a graph, 3.00× | PyTorch, CuPy |",
     ]
     assert tables.slower().splitlines()[2:] == [
         "| steps | a | 10.0 | 8.00 JAX, **0.80×** |",
@@ -267,7 +267,7 @@ def test_steps_of_pytorch_models_are_compared_with_those_that_run_in_the_same_wa
     memory = {"lt_graph": 60, "torch_graph": 100, "torch_compile_graph": 70}
     row = {"case": "a model", "us": us, "memory_bytes": memory, "losses": {"lt": [2.0, 1.5], "torch": [2.0]}}
     results("torch", row)
-    told = "| | 10.0, 1.60× | | 8.00, 1.25× | **0.90×** | 0.60 | |"
+    told = "| | 10.0, 1.60× | | 8.00, 1.25× | **0.90×** | 0.60 | | PyTorch, Liger, torch.compile |"
     assert tables.torch_models().splitlines()[-1] == f"| a model {told}"
     assert {each.what: each.value for each in torch.findings([row]) if "worst" in each.what} == {
         "torch_graph / lt_graph, worst": 1.6,
