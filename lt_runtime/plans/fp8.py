@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -34,13 +33,11 @@ from lt_runtime.reference.fp8 import AMAX, INVERSE, SCALE, SLOT_WIDTH
 X, W, DY = range(3)
 """Rows of x, w and dy in the slots (the scales, see `SLOT_WIDTH`) and in the history of largest magnitudes."""
 _WORD: Final = 4  # bytes of an FP32 number
-_SLOT: Final = _WORD * SLOT_WIDTH
+SLOT: Final = _WORD * SLOT_WIDTH
+"""Bytes of a tensor's slot."""
+INVERSE_AT, SCALE_AT, AMAX_AT = (_WORD * column for column in (INVERSE, SCALE, AMAX))
+"""Distances in bytes from a tensor's slot to its 1 / scale, its scale, and its largest magnitude."""
 _SCALES: Final = ("scale_a", "scale_b")
-
-
-def slot_address(slots: int, row: int, column: int = 0) -> int:
-    """The address of a tensor's slot, or of one of its columns, from that of a layer's slots."""
-    return slots + _SLOT * row + _WORD * column
 
 
 class Cast:
@@ -89,14 +86,15 @@ class Cast:
             self._cast = CastGradientPass(dtype, to, derivative, source, *results, device, accumulate=accumulate)
             self.partial_bytes = self._cast.partial_bytes
         self._scales = ScalesPass(1, recipe.steps, recipe.margin, device) if precision.calibrates else None
-        self._row, self._recipe = row, recipe
+        self._slot, self._past = SLOT * row, _WORD * recipe.steps * row
+        self._by_rows, self._collects = recipe.by_rows, recipe.recipe == "delayed"
 
     def put(
         self,
         x: int,
         out: int,
         transposed: int,
-        state: Sequence[int],
+        state: tuple[int, int],
         memory: StreamMemory,
         backward: tuple[int, int, int, DropoutState | None] = (0, 0, 0, None),
     ) -> None:
@@ -109,21 +107,19 @@ class Cast:
             backward: addresses of the saved tensor, the bias gradient and its partial sums, for a cast with a
                 derivative; and the dropout mask.
         """
-        if self._recipe.by_rows:
+        if self._by_rows:
             self._cast.launch(Call((x, out, transposed, *state), memory.stream), memory)
             return
-        saved, *of_sums, dropout = backward
-        scale, amax = (slot_address(state[0], self._row, column) for column in (SCALE, AMAX))
-        dropouts = dropout, None
+        saved, db, partial, dropout = backward
+        slot, dropouts = state[0] + self._slot, (dropout, None)
+        amax = slot + AMAX_AT
         if self._scales is not None:
             # The old scale was chosen for earlier values. It is set to 0, so that the update counts no overflow where
             # the present values exceed what the old scale allowed. Without results the cast only finds the maximum.
-            driver_call("cuMemsetD32Async", scale, 0, 1, memory.stream)
+            driver_call("cuMemsetD32Async", slot + SCALE_AT, 0, 1, memory.stream)
             self._cast.launch(Call((x, 0, 0, 0, amax, saved, 0, 0), memory.stream, dropouts=dropouts), memory)
-            history = state[1] + _WORD * self._recipe.steps * self._row
-            self._scales.launch(Call((slot_address(state[0], self._row), history, 0), memory.stream), memory)
-        collected = 0 if self._recipe.recipe == "current" else amax
-        addresses = x, scale, out, transposed, collected, saved, *of_sums
+            self._scales.launch(Call((slot, state[1] + self._past, 0), memory.stream), memory)
+        addresses = x, slot + SCALE_AT, out, transposed, amax if self._collects else 0, saved, db, partial
         self._cast.launch(Call(addresses, memory.stream, dropouts=dropouts), memory)
 
 
@@ -133,11 +129,11 @@ class Fp8ForwardPlan(Plan):
     A call has the addresses of `ForwardProblem.operands`, then of the layer's slots (scales) and its history of largest
     magnitudes, then of three arrays for backward: the transposes of x and of w in FP8, and a copy of the slots of x and
     w, with the scales of their casts. If each row has a scale, the third array has instead the reciprocals (2, K) of
-    the scales of the transposes' rows. The three
-    arrays are absent without backward, and a transpose that no gradient needs is absent too. The next address is that
-    of w in FP8 if the call is given it: w and its transpose were then cast with the scale in the slot. The last two are
-    those of x in FP8 if the call returns it or is given it, and of the slots of the layer that has cast it: x's row of
-    these slots replaces that of this layer, and the transpose of x was then cast too.
+    the scales of the transposes' rows. The three arrays are absent without backward, and a transpose that no gradient
+    needs is absent too. The next address is that of w in FP8 if the call is given it: w and its transpose were then
+    cast with the scale in the slot. The last two are those of x in FP8 if the call returns it or is given it, and of
+    the slots of the layer that has cast it: x's row of these slots replaces that of this layer, and the transpose of x
+    was then cast too.
 
     The two dropout masks of a call are those of y and of the prologue.
 
@@ -202,27 +198,27 @@ class Fp8ForwardPlan(Plan):
         x, w, bias, y, kept, addend, slots, history, x_transposed, w_transposed, *others = call.addresses
         cast_slots, w8, given_x8, slots_of_x = others
         scratch = memory.scratch(self._scratch_bytes)
-        row_scales, column_scales, own_x8, own_w8, apart = (scratch + offset for offset in self._offsets)
-        x8, w8 = given_x8 or own_x8, w8 or own_w8
+        row_scales, column_scales, own_x8, own_w8, apart = self._offsets
+        x8, w8 = given_x8 or scratch + own_x8, w8 or scratch + own_w8
         if self._by_rows:
-            inverses = row_scales, column_scales
-            of_x, of_w = (row_scales, cast_slots), (column_scales, cast_slots + _WORD * self.problem.x.layout.cols)
+            inverses = scratch + row_scales, scratch + column_scales
+            of_x, of_w = (inverses[0], cast_slots), (inverses[1], cast_slots + _WORD * self.problem.x.layout.cols)
         else:
-            inverses = slot_address(slots, X, INVERSE), slot_address(slots, W, INVERSE)
+            inverses = slots + SLOT * X + INVERSE_AT, slots + SLOT * W + INVERSE_AT
             of_x = of_w = slots, history
         if self._x is None:
-            driver_call("cuMemcpyDtoDAsync", slots + _SLOT * X, slots_of_x + _SLOT * X, _SLOT, memory.stream)
+            driver_call("cuMemcpyDtoDAsync", slots + SLOT * X, slots_of_x + SLOT * X, SLOT, memory.stream)
         else:
             self._x.put(x, x8, x_transposed, of_x, memory, (0, 0, 0, call.dropouts[1]))
         if self._w is not None:
             self._w.put(w, w8, w_transposed, of_w, memory)
-        product = apart if self._is_apart else kept or y
+        product = scratch + apart if self._is_apart else kept or y
         vector = bias if self._adds_bias else 0
         self._product.put(Call((x8, w8, 0, vector, 0, product, *inverses), memory.stream), memory)
         if self._pass is not None:
             self._pass.launch(product, bias, y, kept, addend, call.dropouts[0], memory.stream)
         if cast_slots and not self._by_rows:
-            driver_call("cuMemcpyDtoDAsync", cast_slots, slots, 2 * _SLOT, memory.stream)
+            driver_call("cuMemcpyDtoDAsync", cast_slots, slots, 2 * SLOT, memory.stream)
 
 
 def _product(
@@ -312,9 +308,9 @@ class Fp8BackwardPlan(Plan):
             *(casts * needs_dx * m * n, casts * needs_dw * m * n),
             *(self._by_rows * _WORD * each for each in (m, n)),
         )
-        *self._offsets, self._scratch_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
+        _, *self._offsets, self._scratch_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
         # Distance in bytes from 1 / scale of the x that forward kept, its first word, to that of w.
-        self._pitch = _WORD * k if self._by_rows else _SLOT
+        self._pitch = _WORD * k if self._by_rows else SLOT
 
     def reserve(self, memory: StreamMemory) -> None:
         """See `Plan`."""
@@ -326,25 +322,25 @@ class Fp8BackwardPlan(Plan):
         """See `Plan`."""
         dy, cast_slots, x_transposed, w_transposed, saved, dx, dw, db, dz, slots, history = call.addresses
         scratch = memory.scratch(self._scratch_bytes)
-        own_dz, partial, dz8, dz8_transposed, *row_scales = (scratch + offset for offset in self._offsets)
-        dz = (dz or own_dz) if self._makes_dz else dy
+        partial, dz8, dz8_transposed, row_scales, column_scales = self._offsets
+        partial, dz8, dz8_transposed = scratch + partial, scratch + dz8, scratch + dz8_transposed
+        dz = (dz or scratch) if self._makes_dz else dy
         if self._pass is not None:
             self._pass.launch(dy, saved, dz, db, partial, call.dropouts[0], memory)
         if not self.products:
             return
         if self._by_rows:
-            of_dx, of_dw = state = row_scales
-        else:
-            of_dx, of_dw = [slot_address(slots, DY, INVERSE)] * 2
-            state = [slots, history]
+            of_dx, of_dw = state = scratch + row_scales, scratch + column_scales
+        else:  # dz has one scale, which both products read at the same address
+            of_dx = of_dw = slots + SLOT * DY + INVERSE_AT
+            state = slots, history
         if self._cast is None:
             dz8, dz8_transposed = dy, saved
         else:
             self._cast.put(dz, dz8, dz8_transposed, state, memory, (saved, db, partial, call.dropouts[0]))
-        of_x, of_w = cast_slots + self._pitch * X, cast_slots + self._pitch * W
         operands = {
-            "dx": (dz8, w_transposed, dx, of_dx, of_w),
-            "dw": (dz8_transposed, x_transposed, dw, of_dw, of_x),
+            "dx": (dz8, w_transposed, dx, of_dx, cast_slots + self._pitch * W),
+            "dw": (dz8_transposed, x_transposed, dw, of_dw, cast_slots + self._pitch * X),
         }
         for name, product in self.products.items():
             a, b, d, *inverses = operands[name]

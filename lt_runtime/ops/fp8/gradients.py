@@ -17,7 +17,7 @@ from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops.call import New, PassOperation, PreparedCall, Request, dropouts_of, perform
 from lt_runtime.ops.fp8.state import FP8State
-from lt_runtime.plans.fp8 import DY, slot_address
+from lt_runtime.plans.fp8 import AMAX_AT, DY, SCALE_AT, SLOT
 from lt_runtime.problem import DType, Philox, type_name
 from lt_runtime.reference.fp8 import AMAX, FP8_TYPES, SCALE, amax_of
 from lt_runtime.reference.products import rows_of
@@ -54,7 +54,8 @@ def _new_cast(place: int, kind: str, like: Operand) -> dict[int, New]:
 
 def _scale_and_amax(slots: int) -> tuple[int, int]:
     """The addresses of dy's scale and largest magnitude, from that of a layer's slots."""
-    return slot_address(slots, DY, SCALE), slot_address(slots, DY, AMAX)
+    slot = slots + SLOT * DY
+    return slot + SCALE_AT, slot + AMAX_AT
 
 
 class CastGated(PassOperation):

@@ -186,8 +186,8 @@ def must_calibrate(state: FP8State, *rows: int) -> bool:
     Args:
         rows: the rows of `FP8State.slots` for the tensors that are cast: 0 for x, 1 for w, 2 for dy.
     """
-    recipe = state.recipe
-    return not recipe.by_rows and (recipe.recipe == "current" or not state.calibrated.issuperset(rows))
+    is_found = state.recipe.recipe != "current" and state.calibrated.issuperset(rows)
+    return not (is_found or state.recipe.by_rows)
 
 
 class _Update(PassOperation):
