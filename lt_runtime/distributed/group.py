@@ -8,7 +8,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
@@ -51,23 +51,11 @@ class Alone:
         """Returns this object, which is also an engine."""
         return self
 
-    def sum(self, arrays: Sequence[Any], stream: int | None) -> None:
-        """Does nothing."""
+    def nothing(self, *_: Any, **__: Any) -> None:
+        """Does nothing, in place of the other methods of `Wire` and `Engine`."""
 
-    def maximum(self, arrays: Sequence[Any], stream: int | None) -> None:
-        """Does nothing."""
-
-    def reduce(self, arrays: Sequence[Any], owner: int, stream: int | None) -> None:
-        """Does nothing."""
-
-    def broadcast(self, arrays: Sequence[Any], root: int, stream: int | None) -> None:
-        """Does nothing."""
-
-    def abort(self, why: str) -> None:
-        """Does nothing: the caller's exception ends the process."""
-
-    def close(self) -> None:
-        """Does nothing."""
+    sum = maximum = reduce = broadcast = close = nothing
+    abort = nothing  # the caller's exception ends the process
 
 
 class Group(Fixed):

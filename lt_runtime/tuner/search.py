@@ -86,10 +86,10 @@ class _Session:
         if isinstance(given, Fp8ChainProblem):
             parts: list[Tunable] = [LayerChain.of_fp8(given), *self._products_in_fp8(given)]
             before = [group for part in parts for group in self.groups(part)]
-            return [*before, ([given], partial(self._tune_fp8, given))]
+            return [*before, ([given], partial(self._tune_ways, given, partial(decide_fp8, problem=given)))]
         groups = [(given.cut(part).problems, partial(self._tune_part, given, part)) for part in given.parts]
-        narrow = given.narrow(self._device)
-        return [*groups, *(([each], partial(self._tune_mlp, given, each)) for each in narrow)]
+        ways = [(each, partial(decide_mlp, chain=given, problem=each)) for each in given.narrow(self._device)]
+        return [*groups, *(([each], partial(self._tune_ways, each, decide)) for each, decide in ways)]
 
     def _tune_part(self, chain: LayerChain, part: Part) -> Tuned | None:
         """Decides one part of a chain: a forward problem, the backward problem that reads its saved tensor, or both.
@@ -135,10 +135,9 @@ class _Session:
         forget({*problems, *(each for each in entries if not isinstance(each, MatmulProblem))}, self._device)
         return replace(tuned, problems=(*problems,), seconds=time.monotonic() - started)
 
-    def _tune_mlp(self, chain: LayerChain, problem: MLPProblem) -> Tuned:
-        """Decides whether a narrow MLP runs by fused kernels or layer by layer."""
-        known = self._known([problem], [problem])
-        return known or self._measure([problem], lambda bench: decide_mlp(bench, chain, problem))
+    def _tune_ways(self, problem: MLPProblem | Fp8ChainProblem, decide: Callable[[Bench], Decided]) -> Tuned:
+        """Decides between two ways to run layers; see `two_ways.py`."""
+        return self._known([problem], [problem]) or self._measure([problem], decide)
 
     def _products_in_fp8(self, problem: Fp8ChainProblem) -> list[MatmulProblem]:
         """The products of layers in FP8; none if the GPU or cuBLASLt refuses one of them."""
@@ -146,11 +145,6 @@ class _Session:
             plans = fp8_plans(problem, self._device)
             return [product.problem for _, plan in plans for product in plan.products.values()]
         return []
-
-    def _tune_fp8(self, problem: Fp8ChainProblem) -> Tuned:
-        """Decides whether the products of layers are computed in FP8 or in their own type."""
-        known = self._known([problem], [problem])
-        return known or self._measure([problem], lambda bench: decide_fp8(bench, problem))
 
     def _tune_product(self, problem: MatmulProblem) -> Tuned | None:
         """Decides a product, without its epilogue if cuBLASLt may not fuse it; returns None for an empty product."""
