@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self
 
 import numpy as np
@@ -129,6 +129,7 @@ class Pass:
         on_written: a function that gets parameters when all work of this pass so far on their gradients has been put
             on the stream; None if nothing waits for single gradients.
         memory: the memory of the stream if `deferring` may have an effect; None otherwise.
+        known: the ids of the parameters that may have gradients; None for all.
     """
 
     def __init__(
@@ -154,6 +155,7 @@ class Pass:
         self.places = PLACES
         self.met: Met | None = None
         self.has_db = False
+        self.known: Set[int] | None = None
         self.on_written: Callable[[Sequence[Parameter]], None] | None = None
         # The block and parameter of each gradient buffer that was given and may not have been written yet.
         self._given: list[tuple[Surrounded | None, Parameter]] = []
@@ -230,10 +232,19 @@ class Pass:
         """The buffer for a parameter's gradient, None if it is frozen; and whether to add to the buffer's values.
 
         The first gradient of a pass replaces the values unless the pass accumulates; later ones, of tied weights, add.
+
+        Raises:
+            ArgumentError: the model of the training step does not have the parameter, so that nothing would train it.
         """
         if not self.trains_parameter(parameter):
             return None, False
         owner = id(parameter.owner)
+        if self.known is not None and owner not in self.known:
+            name = self.running.title if self.running else "the model"
+            found = f"{name} has a parameter of shape {tuple(parameter.data.shape)}, which the step did not find"
+            raise ArgumentError(
+                f"{found}: keep parts in attributes, lists, tuples or dicts, and make them before the step"
+            )
         adds = self._accumulate or owner in self._written
         if owner in self._written:
             self.join()  # the first gradient must be complete before another one is added

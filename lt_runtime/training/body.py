@@ -218,6 +218,7 @@ class StepBody:
         self.scales = [block.scales for block in model.blocks() if isinstance(block, Linear) and block.scales]
         self._skipped = optimizer.skipped if self.scales else None
         self._frozen = [each for each in model.parameters() if id(each) not in trained]
+        self._known = {id(each) for each in model.parameters()}
         self._last = None if loss.elementwise is None or model.device.ordinal is None else _last_linear(model)
 
     def sum_for_owners(self) -> None:
@@ -465,6 +466,7 @@ class StepBody:
             self.optimizer.steps, micro_batch=self._first + index, frozen=self._frozen, inputs=(x, *xs), **options
         )
         run.places, run.met, run.on_written = self._places, met, buckets.written if buckets else None
+        run.known = self._known
         if narrow is not None and not weights and loss.elementwise is not None:
             arguments = LossArguments(share, table, index * target.shape[0])
             with range_of("backward"):

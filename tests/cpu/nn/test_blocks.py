@@ -154,6 +154,28 @@ def test_an_attribute_that_would_hide_a_block_s_own_is_refused(name: str) -> Non
         setattr(_View(), name, ["cpu"])
 
 
+def test_a_part_that_no_optimizer_could_train_is_refused() -> None:
+    class Hidden(_Returns):
+        """Keeps its part in a set, where `parameters` does not look."""
+
+        def __init__(self) -> None:
+            super().__init__(y=True)
+            self.seen, self.part = lt.Linear(4, 4, **CPU), {self.part}  # type: ignore[assignment]
+
+        def forward(self, x: Any, run: lt.Pass) -> Any:
+            (part,) = self.part  # type: ignore[misc]
+            return part.forward(self.seen.forward(x, run), run)
+
+        def backward(self, dy: Any, run: lt.Pass) -> Any:
+            (part,) = self.part  # type: ignore[misc]
+            return self.seen.backward(part.backward(dy, run), run)
+
+    model, x = Hidden(), np.ones((2, 4), np.float32)
+    step = lt.TrainStep(model, lt.AdamW(model.parameters()), loss="mse")
+    with pytest.raises(ArgumentError, match=r"Linear has a parameter of shape \(4, 4\), which the step did not find"):
+        step(x, x)
+
+
 def test_a_block_may_not_contain_itself() -> None:
     model = lt.Chain(inner := _Returns(y=True))
     inner.around = {"up": model}
