@@ -107,3 +107,18 @@ def test_initial_values_are_repeated_and_have_the_range_of_drawn_ones(
     assert (first != other).mean() > 0.99
     assert (first[2] == first[0]).all(), "it repeats after 2^20"
     np.testing.assert_allclose([first.min(), first.max(), first.std()], [-2.0, 2.0, 2 / 3**0.5], rtol=0.01)
+
+
+def test_a_step_of_a_group_of_one_is_timed_beside_the_step_alone(
+    hurried: FakeGpu,
+    steps: Any,
+    benchmark_module: Callable[[str], ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+) -> None:
+    scaling: Any = benchmark_module("scaling")
+    monkeypatch.setattr(scaling, "graph_turn", steps.graph_turn)
+    monkeypatch.setattr(hurried.cp.cuda.runtime, "getDeviceCount", lambda: 1, raising=False)
+    case = scaling.GroupCase("small", "bf16", 64, (16, 16, 3), "relu", "mse")
+    row = scaling.measure(case, options_of(["scaling", "--rounds", "1"]), str(tmp_path), hurried.cp.cuda.Stream())
+    assert ({*row.timings}, {*row.left_out}) == ({"lt", "lt_group_of_one"}, {"lt_two"})

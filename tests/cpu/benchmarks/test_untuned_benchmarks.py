@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import untuned
+from benchmarks.__main__ import options_of
 from benchmarks.wide import FIT, JUDGE
 from tests.support.fake_gpu import FakeGpu
 from tests.support.hurry import hurry
@@ -31,24 +32,27 @@ def test_the_blocks_are_drawn_and_the_halves_share_none() -> None:
 
 
 @pytest.fixture
-def suite(benchmark_module: Callable[[str], ModuleType]) -> ModuleType:
-    return benchmark_module("untuned")
-
-
-@pytest.mark.parametrize(("half", "activation"), [(FIT, "silu"), (JUDGE, "none")])
-def test_a_row(gpu: FakeGpu, suite: Any, half: str, activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def suite(gpu: FakeGpu, benchmark_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module `untuned`, whose contenders run once instead of being timed."""
+    made: Any = benchmark_module("untuned")
     hurry(gpu, monkeypatch)
 
     def measure(builders: Any, sets: int, count: int, rounds: int, stream: Any) -> Any:
-        for build in builders.values():
-            build().run(0, 0)
-        return suite.timing.Measured(dict.fromkeys(builders, suite.timing.Timing(2.0, 0.0)), {})
+        contenders, left_out = made.timing.built(builders)
+        for each in contenders.values():
+            each.run(0, 0)
+        return made.timing.Measured(dict.fromkeys(contenders, made.timing.Timing(2.0, 0.0)), left_out)
 
     import cupy as cp
 
-    monkeypatch.setattr(suite.layers, "arrays", partial(suite.layers.arrays, make=cp.zeros))
-    monkeypatch.setattr(suite.timing, "cache_size", lambda: 50 << 20)
-    monkeypatch.setattr(suite.timing, "measure", measure)
+    monkeypatch.setattr(made.layers, "arrays", partial(made.layers.arrays, make=cp.zeros))
+    monkeypatch.setattr(made.timing, "cache_size", lambda: 50 << 20)
+    monkeypatch.setattr(made.timing, "measure", measure)
+    return made
+
+
+@pytest.mark.parametrize(("half", "activation"), [(FIT, "silu"), (JUDGE, "none")])
+def test_a_row(gpu: FakeGpu, suite: Any, half: str, activation: str) -> None:
     block = suite.Block(f"odd {half}", 12, 17, 9, "fp32", activation)
     row = suite.measure(block, argparse.Namespace(rounds=3), None).as_json()
     assert row["us"] == {"lt": 2.0, "lt_priors": 2.0}
@@ -57,4 +61,18 @@ def test_a_row(gpu: FakeGpu, suite: Any, half: str, activation: str, monkeypatch
         assert all(us > 0 for times in row["strategies"].values() for us in times.values())
     else:
         assert "strategies" not in row
+    gpu.synchronize_all()
+
+
+def test_a_block_has_contenders_by_other_strategies_and_is_tuned_for_the_suite_tuning(
+    gpu: FakeGpu, suite: Any, benchmark_module: Callable[[str], ModuleType], tmp_path: Any
+) -> None:
+    block, options = suite.Block("small", 12, 16, 8, "fp32", "gelu"), options_of(["layers", "--rounds", "1"])
+    row = suite.layers.measure_block(block, options, None).as_json()
+    assert {*row["us"]} == {"lt", "lt_priors", "lt_fused_top1", "lt_split_top1"}
+    assert {*row["left_out"]} == {"torch_graph"}
+    assert row["chosen_vs_best"] == 1.0
+    assert row["candidates"]
+    tuned = benchmark_module("tuning").measure(block, options, str(tmp_path), None).as_json()
+    assert ({*tuned["us"]}, len(tuned["tuned"]) > 0) == ({"lt"}, True)
     gpu.synchronize_all()
