@@ -21,8 +21,6 @@ LOSS_FP8: Final = Entry("loss_fp8", "loss_fp8.cu")
 FP8_SCALES: Final = Entry("fp8_scales", "fp8_scales.cu")
 _IDENTITY: Final = Activation()
 _LEAST_SCALE: Final = 1 << 23  # Bits of 2^-126, the least 1 / scale, which is that of a row of zeros.
-# Largest gridDim.y of a sum over rows, because the last block reads a partial sum of each of these blocks.
-_MOST_PARTS: Final = 64
 
 
 @declared
@@ -209,7 +207,7 @@ class CastGradientPass:
             saved=saved is not None,
             aligned=moves_tiles(*read, out=out, transposed=transposed),
         )
-        tiling = square_tiles(dy.layout, _MOST_PARTS)
+        tiling = square_tiles(dy.layout, sums=True)
         (columns, parts), (x, _) = tiling
         self.partial_bytes = 4 * parts * columns * x * OCTET if self._sums and parts > 1 else 0
         fp8 = Fp8Output.of(dy.layout, out, transposed)
@@ -320,7 +318,7 @@ class LossCastPass:
         layout = prediction.layout
         out, transposed = Spec(packed(*layout.shape)), Spec(packed(layout.cols, layout.rows))
         macros = loss_fp8_macros(scalar, dtype, loss.name)
-        tiling = square_tiles(layout, _MOST_PARTS)
+        tiling = square_tiles(layout, sums=True)
         (columns, parts), (x, _) = tiling
         self._size, self._sums_bytes = layout.size, 4 * parts * columns * x * OCTET
         self.scratch_bytes = self._sums_bytes + 4 * parts * columns

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple, TypeAlias
 from lt_runtime.errors import ShapeError
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import device_info
+from lt_runtime.gpu.memory import MAX_TICKETS
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType, Spec
 
@@ -44,6 +45,8 @@ _SQUARE_BLOCK: Final = (16, 16)
 _UPRIGHT_ELEMENTS: Final = 1 << 21
 _SQUARE_ELEMENTS: Final = 1 << 25
 _TILE: Final = 128
+# Most blocks in y of a pass over square tiles that sums over rows: the last block reads a partial sum of each of them.
+_MOST_PARTS: Final = 64
 # Threads in x and y of a block that transposes a column-major matrix: a warp reads eight consecutive elements of a
 # column, in FP32 a whole sector of 32 bytes.
 _TURNING_BLOCK: Final = (4, 64)
@@ -170,15 +173,20 @@ def sweep(layout: Layout, wave: int | None) -> Tiling:
     return _cover(layout, block, min(blocks, MAX_GRID_Y))
 
 
-def square_tiles(layout: Layout, limit: int = MAX_GRID_Y) -> Tiling:
-    """The grid of a pass over tiles of 128 rows and columns, with at most `limit` blocks in y; see fp8.cuh.
+def square_tiles(layout: Layout, *, sums: bool = False) -> Tiling:
+    """The grid of a pass over tiles of 128 rows and columns; see fp8.cuh.
+
+    Args:
+        sums: whether the pass sums over rows. Blocks that share a column of the grid then need a counter for it, and
+            the pass may need one more. If there are not as many counters, one block sums all rows of its columns.
 
     Raises:
         ShapeError: more rows than a kernel can count.
     """
     _check_rows(layout)
     columns, tiles = (-(-length // _TILE) for length in (layout.cols, layout.rows))
-    return Tiling((columns, min(tiles, limit, MAX_GRID_Y)), (_TILE // OCTET, _TILE // OCTET))
+    most = MAX_GRID_Y if not sums else _MOST_PARTS if columns < MAX_TICKETS else 1
+    return Tiling((columns, min(tiles, most)), (_TILE // OCTET, _TILE // OCTET))
 
 
 def turning(layout: Layout) -> Tiling:

@@ -25,6 +25,7 @@ from lt_runtime.kernels.tiling import (
     are_aligned,
     moves_vectors,
     reduction,
+    square_tiles,
     sweep,
     wave_of,
 )
@@ -148,6 +149,14 @@ def test_a_reduction_covers_a_matrix_in_a_wave(rows: int, cols: int, wave: int, 
     assert columns * parts <= max(wave, columns)
     assert not transposes or y >= OCTET
     assert parts == 1 or columns <= MAX_TICKETS, "a counter for each column of blocks"
+
+
+@given(rows=extents, cols=extents)
+def test_square_tiles_that_sum_have_a_counter_for_each_column_and_one_more(rows: int, cols: int) -> None:
+    (columns, parts), (x, y) = square_tiles(packed(rows, cols), sums=True)
+    assert (columns - 1) * x * OCTET < cols <= columns * x * OCTET
+    assert (parts - 1) * y * OCTET < rows, "every block has a row"
+    assert parts == 1 or columns < MAX_TICKETS
 
 
 @pytest.mark.parametrize(("rows", "threads"), [(1, 1), (100, 128), (128, 128), (512, 128)])
