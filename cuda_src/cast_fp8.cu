@@ -1,22 +1,28 @@
-// Casts a matrix to FP8 and finds the largest absolute value of its elements, in one read of the matrix. The FP8 result
-// is written row-major, transposed or both; without either, the kernel only finds the largest absolute value. Or casts
-// it with a scale for each row, and its transpose with a scale for each column, in two reads; see fp8_rows.cuh. An
-// activation and dropout, or their derivatives, may be applied to the elements before the cast. See fp8.cuh. So may a gated
-// activation such as SwiGLU, whose backward pass casts two matrices: the gradients of gate and value.
+// Casts a matrix to FP8 by one scale, and finds the largest absolute value of its elements, in one read of the matrix.
+// The FP8 result is written row-major, transposed or both; if neither is wanted, the kernel only finds the largest
+// absolute value. See fp8.cuh.
+//
+// VECTORS selects another cast: by a scale for each row of the matrix, and a scale for each row of its transpose. That
+// cast takes two launches, each of which reads the matrix. See fp8_rows.cuh.
+//
+// A function may be applied to the elements before they are cast: an activation and dropout, a gated activation such as
+// SwiGLU, or the derivative of one of these. The derivative of a gated activation makes two matrices, the gradients of
+// the gate and of the value. Both are cast.
 //
 // Compiled for:
 //   SCALAR         the type of all other matrices
 //   ACTIVATION     a struct of activations.cuh
 //   DROPOUT        0 or 1
-//   BACKWARD       0 for dropout(act(x)); 1 for dropout'(x) · act'(saved), where x is a gradient, and for its sum over
-//                  rows
-//   SAVED          1 where act' is computed from `saved`, the pre-activation; 0 where it is one. Always 0 if BACKWARD
-//                  is 0
-//   GATED          1 for dropout(act(x) · value); with BACKWARD, for the gradients of `saved`, the gate, and of `value`, as
-//                  gated_bwd of gated.cu computes and rounds them, from x, the gradient of that product; otherwise 0
-//   VECTORS        0 for one scale, 1 to find a scale for each row and column and write nothing else, 2 to cast by them;
-//                  always 0 with a function: ACTIVATION, DROPOUT, BACKWARD or GATED
-//   E5M2, ALIGNED  see fp8.cuh; ALIGNED is 0 only for the plain cast, which has no function
+//   BACKWARD       0: the function is y = dropout(act(x)). 1: x is the gradient of such a y, and the function is
+//                  dropout'(x) · act'(saved); the kernel may also sum its results over the rows (the bias gradient)
+//   SAVED          1 if act' is computed from `saved`, the pre-activation; 0 if BACKWARD is 0, or if act is the identity
+//                  and GATED is 0
+//   GATED          1: the function is y = dropout(act(x) · value); with BACKWARD, x is the gradient of this y, `saved`
+//                  is the gate, and the results are the gradients of gate and value, with the bits of gated_bwd in
+//                  gated.cu
+//   VECTORS        0: casts by one scale. 1: finds a scale for each row and column, and writes nothing else. 2: casts
+//                  by these scales. Always 0 if there is a function
+//   E5M2, ALIGNED  see fp8.cuh; ALIGNED is 0 only if there is no function
 
 #include "activations.cuh"
 #include "column_sum.cuh"
@@ -98,7 +104,7 @@ struct CastOperands {
   Raw x, saved, value;
 };
 
-// Octets to cast; `dvalue` is used only if kIsPair.
+// Octets to be cast; `dvalue` is used only if kIsPair.
 struct CastResults {
   Octet y, dvalue;
 };

@@ -1,6 +1,11 @@
-// How threads share a row of logits, and where they hold it. Compiled for one SCALAR type, ROW_THREADS, the threads of
-// a block, GRADIENT, whether the gradient is wanted, and WEIGHTS: 0 without weights; 1 with weights of rows or of
-// classes, by which a row's loss is multiplied; 2 with class weights and label smoothing.
+// How threads share a row of logits, and where they hold it.
+//
+// Compiled for:
+//   SCALAR       the type of logits and gradient
+//   ROW_THREADS  number of a block's threads
+//   GRADIENT     1 if the gradient is wanted, otherwise 0
+//   WEIGHTS      0 without weights; 1 with weights of rows or of classes, by which a row's loss is multiplied; 2 with
+//                class weights and label smoothing
 #pragma once
 
 #include <math_constants.h>
@@ -13,7 +18,7 @@ namespace lt {
 
 struct CrossEntropyParams {
   Matrix logits;
-  Matrix gradient;  // gradient of the logits; may be the same memory as `logits`, and is it if no gradient is wanted
+  Matrix gradient;  // gradient of the logits, which may overwrite them; the same matrix if GRADIENT is 0
   const void* labels;
   const float* counted;     // divisor of the mean, from count_labels; null if each block counts the labels itself
   const float* grad_scale;  // factor of the gradient, in device memory; null means 1
@@ -22,7 +27,7 @@ struct CrossEntropyParams {
   float* partial;           // the loss of each block, or of each row if blocks stream rows
   float* loss;
   uint32* ticket;
-  uint32* claimed;  // number of rows that blocks have claimed beyond their first; zero before and after a launch
+  uint32* claimed;  // number of rows that blocks have claimed, besides the first two of each block; zero between launches
   int64 rows;
   int64 cols;
   int64 ignore_index;

@@ -1,5 +1,5 @@
-// The mean of a loss over all elements, with its gradient. Compiled for one SCALAR type, a LOSS of losses.cuh, and WEIGHTED
-// 1 where rows or columns may have weights.
+// Computes the mean of a loss over all elements, and its gradient. Compiled for one SCALAR type, a LOSS of losses.cuh,
+// and WEIGHTED: 1 if rows or columns may have weights, otherwise 0.
 
 #include "losses.cuh"
 #include "reduce.cuh"
@@ -47,7 +47,7 @@ struct OctetPlace {
 };
 
 __device__ inline OctetPlace place_octet(const ElementwiseLossParams& p, int64 index, int64 octets_per_row) {
-  const int64 row = p.rows == 1 ? 0 : index / octets_per_row;  // 32 bits: a division of 64 bits is slow
+  const int64 row = p.rows == 1 ? 0 : index / octets_per_row;  // one row needs no division, which is slow in 64 bits
   const int64 col = (index - row * octets_per_row) * kOctet;
   const bool exists = row < p.rows && col < p.cols;
   return {row, col, exists ? octet_count(col, p.cols) : 0};
@@ -58,8 +58,8 @@ struct Position {
   int64 row;
   int64 col;
 
-  // Contiguous matrices are read as one row only if 32 bits count its elements, so that this division has 32 bits: one
-  // of 64 bits takes registers that the loads need.
+  // With weights, contiguous matrices are read as one row only if they have fewer than 2^32 elements. So this division
+  // has 32 bits; one of 64 bits would take registers that the loads need.
   __device__ Position(const ElementwiseLossParams& p, const OctetPlace& at) : row(at.row), col(at.col) {
     if (p.width == p.cols) return;
     const uint32 index = static_cast<uint32>(at.col), width = static_cast<uint32>(p.width);

@@ -5,8 +5,8 @@
 //   PRODUCT     the type of the product: SCALAR, or float so that a 16-bit result is rounded only once
 //   ACTIVATION  a struct of activations.cuh
 //   DROPOUT     0 or 1
-//   KEEP        1 where the pre-activation z + bias is written as well
-//   ADD         1 if there is an addend, which y may overwrite: each octet is read and then written by the same thread
+//   KEEP        1 if the pre-activation z + bias is written as well, otherwise 0
+//   ADD         1 if there is an addend, which y may overwrite, because one thread reads and writes each octet
 //   ALIGNED     see sweep.cuh
 //   BLOCKS      number of blocks that a multiprocessor must hold, which limits a thread's registers
 

@@ -39,7 +39,7 @@ struct FewClasses {
     return out;
   }
 
-  // The logit of a class, or 0 if `place` is negative; a loop, because registers have no addresses.
+  // The logit of class `place`, or 0 if that is negative. A loop finds it, because registers have no addresses.
   __device__ float at(int place) const {
     float picked = 0.0f;
 #pragma unroll

@@ -33,9 +33,9 @@ __device__ inline void sum_flat_over_block(const Octet& octet, int lead, Use use
   for (int place = self; place < width; place += threads) use(place, sum_column(sums + place, width, rows));
 }
 
-// How the grid's blocks share the columns of a flat matrix. Each block stores three groups of partial sums, together called its
-// slot: the sums of its own columns; eight sums for the next block's first columns; and eight for the first block's columns,
-// into which octets at a row's end reach.
+// How the grid's blocks share the columns of a flat matrix. Each block stores three groups of partial sums, together
+// called its slot: the sums of its own columns; eight sums for the next block's first columns; and eight for the first
+// block's columns, into which octets at a row's end reach.
 struct FlatBlocks {
   int width;  // number of columns that a block sums
   int blocks;

@@ -2,8 +2,8 @@
 //
 // Compiled for:
 //   E5M2     1 to convert to E5M2, 0 to E4M3
-//   ALIGNED  1 if all rows of all matrices begin at multiples of 16 bytes, and the number of columns (with a transposed
-//            result also of rows) is a multiple of 16; 0 for any layout
+//   ALIGNED  1 if all rows of all matrices begin at multiples of 16 bytes, the number of columns is a multiple of 8 and,
+//            with a transposed result, the number of rows is a multiple of 16; 0 for any layout
 //
 // The conversion to FP8 is one instruction from compute capability 8.9 on; on older GPUs no kernel with this header is
 // launched.

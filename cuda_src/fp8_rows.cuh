@@ -1,7 +1,8 @@
-// Casts a matrix to FP8 with a scale for each row, and its transpose with a scale for each row of the transpose, which is
-// a column of the matrix. One kernel finds the scales by `Fp8ScaleFinder`, a second one casts by `Fp8RowWriter`. Each
-// scale is the largest power of two by which the largest absolute value of the row or column stays in range. Stored is
-// 1 / scale, by which a product multiplies. It grows with the largest absolute value, so that blocks find it by maxima.
+// Casts a matrix to FP8 with a scale for each row, and its transpose with a scale for each row of the transpose, which
+// is a column of the matrix. One kernel finds the scales by `Fp8ScaleFinder`, a second one casts by `Fp8RowWriter`.
+// Each scale is the largest power of two by which the largest absolute value of the row or column stays in range.
+// The kernels store 1 / scale, by which a product multiplies. It grows with the largest absolute value, so that blocks
+// combine their results by an atomic maximum.
 //
 // Compiled for E5M2 and ALIGNED, see fp8.cuh.
 #pragma once
@@ -10,8 +11,9 @@
 
 namespace lt {
 
-// 1 / scale, as the bits of a float: a power of two, the least with largest absolute value / it <= the type's largest
-// number, 1.75 · 2^kLargestExponent, and at least 2^-126. An infinite or NaN element counts as 2^128.
+// Returns 1 / scale as the bits of a float: the least power of two, from 2^-126 on, by which the largest absolute value
+// must be divided to be at most 1.75 · 2^kLargestExponent, the largest number of the FP8 type. Infinity and NaN count
+// as 2^128.
 __device__ inline uint32 inverse_scale(uint32 amax_bits) {
   constexpr uint32 kMantissaBits = 23, kInfinity = 0x7F800000;
   constexpr uint32 kBeyond = 0x1FFFFF;  // added to a float's bits, carries a mantissa above 1.75 to the next exponent
@@ -24,8 +26,8 @@ __device__ inline uint32 inverse_scale(uint32 amax_bits) {
 // The reciprocal of a power of two between 2^-126 and 2^126.
 __device__ inline float reciprocal(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
 
-// Finds 1 / scale of every row and column of a matrix: raises the stored numbers to those that the elements passed to
-// `take` need. It has the interface of `Fp8Writer`, which casts with known scales.
+// Finds 1 / scale of every row and column of a matrix: raises each stored number if an element passed to `take`
+// requires a larger one. It has the interface of `Fp8Writer`, which casts by known scales.
 class Fp8ScaleFinder {
  public:
   __device__ explicit Fp8ScaleFinder(const Fp8Output& out) : out_(out) {}

@@ -5,7 +5,8 @@
 
 namespace lt {
 
-// A tensor's scale and maximum. A product takes the address of `inverse`, which some versions of cuBLASLt want aligned to 16.
+// A tensor's scale and maximum. A product takes the address of `inverse`, which some versions of cuBLASLt want aligned
+// to 16.
 struct alignas(16) Fp8Slot {
   float inverse;    // 1 / scale
   float scale;      // a power of two, which the tensor is multiplied by before it is cast; 0 before it is found

@@ -1,5 +1,5 @@
 // Gated activations such as SwiGLU: gated_fwd computes y = dropout(act(gate) · value), gated_bwd the gradients of gate
-// and value. Both are halves of one matrix h: its first columns are the gate, the others the value.
+// and value. Gate and value are the halves of one matrix h: its first columns are the gate, the others the value.
 //
 // Compiled for:
 //   SCALAR      the type of all matrices

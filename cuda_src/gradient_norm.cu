@@ -87,7 +87,8 @@ __device__ inline void add_chunk(Squares& squares, const GradientChunk& chunk) {
 
 constexpr uint32 kGroups = 16;
 
-// Adds kCount terms as two halves, recursively (pairwise summation), so that a large term costs the others little precision.
+// Adds kCount terms as two halves, recursively (pairwise summation), so that a large term costs the others little
+// precision.
 template <uint32 kCount>
 __device__ inline float sum_in_pairs(const float* terms, uint32 stride) {
   if constexpr (kCount == 1) {

@@ -1,6 +1,7 @@
-// The mean of a loss over all elements, with its gradient cast to FP8, row-major and transposed, and the gradient's sums
-// over the rows: the bias gradient of the layer that made the prediction. Before the scale of the cast is known, the
-// kernel writes the gradient uncast; all other results have the same bits then.
+// Computes the mean of a loss over all elements, its gradient cast to FP8, row-major and transposed, and the sums of
+// the gradient over its rows, which are the bias gradient of the layer that made the prediction. In steps before the
+// scale of the cast is known, the kernel writes the gradient in SCALAR instead; loss and sums have the same bits in
+// both cases.
 //
 // Compiled for a SCALAR type, a LOSS of losses.cuh, and E5M2 and ALIGNED of fp8.cuh; ALIGNED is always 1.
 
@@ -13,7 +14,7 @@
 namespace lt {
 
 constexpr int kInFlight = 2;  // rows of both operands whose loads a thread has in flight
-constexpr int kBlocks = 3;    // blocks that a multiprocessor shall hold, which bounds a thread's registers
+constexpr int kBlocks = 3;    // blocks that a multiprocessor must hold, which limits a thread's registers
 
 struct LossFp8Params {
   Matrix prediction;

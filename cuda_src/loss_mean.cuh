@@ -26,8 +26,8 @@ __device__ inline float sum_over_threads(float value) {
   return values[0];
 }
 
-// Writes the mean of all threads' losses. `tickets` are those of a column sum in the same kernel, behind whose counters is the
-// counter of the mean.
+// Writes the mean of all threads' losses. `tickets` points to the counters of a column sum in the same kernel: one for
+// each column of the grid if gridDim.y is not 1, otherwise none. The counter of the mean follows them.
 __device__ inline void store_mean(const LossMean& mean, uint32* tickets, float loss) {
   const uint32 blocks = gridDim.x * gridDim.y, self = threadIdx.y * blockDim.x + threadIdx.x;
   const float of_block = sum_over_threads(loss);

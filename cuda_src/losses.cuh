@@ -57,9 +57,9 @@ __device__ inline float log_of_one_and(float x) {
   return fmaf(sum, x, 0.9999999403953552f) * x;
 }
 
-// Binary cross-entropy of sigmoid(z): softplus(z) for a negative target and softplus(-z) for a positive one, mixed for one
-// between. With e = exp(-|z|), which cannot overflow, softplus(z) is log(1 + e) + max(z, 0), and sigmoid(z) is 1 / (1 + e)
-// or e / (1 + e). Neither subtracts numbers that are nearly equal, as sigmoid(z) - target does.
+// Binary cross-entropy of sigmoid(z): softplus(z) for target 0, softplus(-z) for target 1, and their weighted mean for
+// a target between. With e = exp(-|z|), which cannot overflow, softplus(z) is log(1 + e) + max(z, 0), and sigmoid(z) is
+// 1 / (1 + e) or e / (1 + e). Neither subtracts numbers that are nearly equal, as sigmoid(z) - target does.
 struct BinaryCrossEntropy {
   static constexpr float kFactor = 1.0f;
   static constexpr bool kZeroAtZero = false;

@@ -5,8 +5,8 @@
 // Compiled for:
 //   SCALAR      the type of all matrices: __half or __nv_bfloat16
 //   ACTIVATION  a struct of activations.cuh, for all layers but the last, which has no activation
-//   WIDTH       number of columns of the widest hidden layer, rounded up to a multiple of 16; all hidden layers are padded with
-//               zeros to it
+//   WIDTH       number of columns to which all hidden layers are padded with zeros: that of the widest, rounded up to a
+//               multiple of 16
 //
 // Inputs and outputs may have any number of columns up to kMaxWidth; they are padded to multiples of 16 as well.
 #pragma once
@@ -35,8 +35,8 @@ struct MlpParams {
   MlpLayer layers[kMaxLayers];
   Matrix x;  // inputs of the MLP (rows, inputs of the first layer)
   Matrix y;  // (rows, outputs of the last layer); the outputs; in the backward pass their gradient or, with a loss, their targets
-  const Rows* table;  // with a loss, if not null: rows of x and of the targets, which replace x and y
-  int64 first;        // number of the first row of `table` that the launch reads
+  const Rows* table;  // with a loss: the arrays of inputs and of targets, read in place of x and y; may be null
+  int64 first;        // number of the first row that the launch reads of the arrays in `table`
   float* partial;           // backward pass: the sums of each block
   const float* grad_scale;  // factor of the loss's gradient, in device memory; null means 1
   int64 rows;
@@ -60,8 +60,8 @@ struct Weights {
   }
 };
 
-// The address of this lane's row for `ldmatrix`, which loads four 8 × 8 matrices that make a 16 × 16 tile. With ACROSS the
-// second matrix lies beside the first, otherwise below it.
+// The address of this lane's row for `ldmatrix`, which loads four 8 × 8 matrices that make a 16 × 16 tile. With ACROSS
+// the second matrix lies beside the first, otherwise below it.
 template <bool ACROSS>
 __device__ inline const SCALAR* row_of_tile(const SCALAR* tile, int pitch) {
   const int lane = threadIdx.x % kWarp, inner = lane / 8 % 2 * 8, outer = lane / 16 * 8, row = lane % 8;

@@ -5,15 +5,16 @@
 // Compiled for the definitions that mlp.cuh lists, and
 //   INPUTS, OUTPUTS        numbers of columns of x and of the outputs, padded to multiples of 16
 //   HIDDEN                 number of hidden layers
-//   SAVED                  what backward needs for the activation's derivative: 0 nothing, 1 the pre-activation (or the
-//                          derivative itself, see `kSharesTerms`), 2 the output
+//   SAVED                  the number from which backward computes the activation's derivative: 0 none, 1 the
+//                          pre-activation (or the derivative itself, see `kSharesTerms`), 2 the output
 //   ROW_WARPS, ROW_TILES   number of warps that run rows forward and backward, and of tiles of 16 rows that each of them
 //                          processes at a time
 //   SUM_WARPS              number of warps that compute the gradients of the weights
 //   FIRST, LAST            first and last layer whose gradients this launch computes: if a thread has too few registers
 //                          for the sums of all layers, several launches share the layers
 //   THREADS                threads of the block
-//   LOSS, WEIGHTED         a struct of losses.cuh, or not defined; 0
+//   LOSS                   a struct of losses.cuh; not defined if the gradient of the outputs is given
+//   WEIGHTED               0: the losses have no weights
 //
 // A row warp runs its rows forward through all layers and backward again. It writes the factors of the weight gradients
 // to its buffers in shared memory: the layers' inputs and outputs, and the gradients of their pre-activations. When a
@@ -22,9 +23,9 @@
 // FP32 sums of all gradients in registers. At the end they write the sums to global memory, where mlp_gradients.cu adds
 // them up over the blocks. So the order of additions depends only on the grid.
 //
-// Shared memory of a block, with the bytes of an MLP 64-64-64-10 in BF16 with ReLU. Its block is ROW_WARPS 4, ROW_TILES 2,
-// SUM_WARPS 4, so that a chunk has 32 rows; it makes all gradients in one launch (FIRST 0, LAST 2). Rows are kSkew = 8 elements
-// longer than their columns: 72, and 24 of the 16 padded outputs.
+// Shared memory of a block, with the bytes of an MLP 64-64-64-10 in BF16 with ReLU. Its block is ROW_WARPS 4, ROW_TILES
+// 2, SUM_WARPS 4, so that a chunk has 32 rows; it makes all gradients in one launch (FIRST 0, LAST 2). Rows are kSkew =
+// 8 elements longer than their columns: 72, and 24 of the 16 padded outputs.
 //
 //   weights    layer 0: 64 × 72     9,216 |  read by all warps, never written after the start
 //              layer 1: 64 × 72     9,216 |
@@ -70,9 +71,10 @@ static_assert(2 * ROW_WARPS < kBarriers, "more row warps than barriers");
 // True if this launch computes the gradients of a layer's weight and bias.
 __device__ constexpr bool makes(int layer) { return FIRST <= layer && layer <= LAST; }
 
-// The buffers of a row warp in shared memory, see the drawing above: chunks of x, outputs of hidden layers, gradients of their
-// pre-activations, and gradients of the MLP's outputs. With SAVED 1 a gradient's buffer first holds the saved numbers of
-// its layer. If the output of layer LAST is needed only for its derivative, the layer's gradient overwrites the output.
+// The buffers of a row warp in shared memory, see the drawing above: chunks of x, outputs of hidden layers, gradients
+// of their pre-activations, and gradients of the MLP's outputs. With SAVED 1 a gradient's buffer first holds the saved
+// numbers of its layer. If the output of layer LAST is needed only for its derivative, the layer's gradient overwrites
+// the output.
 struct WarpBuffers {
   SCALAR* memory;
 
@@ -132,7 +134,8 @@ struct Sums {
     memset(of_bias, 0, sizeof(of_bias));
   }
 
-  // The first tile of the calling warp. The warps that sum the weight's gradient share its tiles; the last may have fewer.
+  // The first tile of the calling warp. The warps that sum the weight's gradient share its tiles; the last may have
+  // fewer.
   static __device__ int first_down(int warp) { return warp / kSplit.across * kDown; }
   static __device__ int first_across(int warp) { return warp % kSplit.across * kAcross; }
   static constexpr bool kIsEven = kDown * kSplit.down == DOWN && kAcross * kSplit.across == ACROSS;
@@ -224,9 +227,10 @@ __device__ inline Pair<SCALAR>::Type saved_pair(SCALAR* saved, int step, int r, 
   return *reinterpret_cast<Pair<SCALAR>::Type*>(place_of_word(saved + r * kStep * kPitch + step * kStep, kPitch, i));
 }
 
-// True for GELU and SiLU. Their output and derivative need the same exponential function and reciprocal, which cost more
-// than all other arithmetic. So the forward pass computes both, and stores the derivative instead of the pre-activation.
-// GeluErf shares as much, but its longer arithmetic then needs more registers than there are.
+// True for GELU and SiLU. Their output and derivative need the same exponential function and reciprocal, which cost
+// more than all other arithmetic. So the forward pass computes both, and stores the derivative instead of the
+// pre-activation. GeluErf could share as much, but its longer arithmetic would then need more registers than a thread
+// can have.
 template <class A>
 constexpr bool kSharesTerms = false;
 template <>
@@ -247,7 +251,8 @@ __device__ inline Activated activated<Silu>(float z, float) {
   const float s = sigmoid(z), y = z * s;
   return Activated{y, s + (y - y * s)};
 }
-// The derivative as in `Gelu`, with the limit of the square also in the output, for which it makes no difference.
+// Computes the derivative as `Gelu::derivative` does. The output is computed from the limited square too, which does
+// not change it: beyond the limit the gate is 0 or 1.
 template <>
 __device__ inline Activated activated<Gelu>(float z, float) {
   const float square = fminf(z * z, 256.0f), s = Gelu::gate(z, square), y = z * s;
@@ -297,8 +302,8 @@ __device__ inline void multiply_derivative(float (&sums)[kRowTiles][kTiles][4], 
   }
 }
 
-// Multiplies by ReLU's derivative after the gradient was rounded: a factor of 0 or 1 rounds nothing. Infinity times 0 is NaN,
-// as for the other activations.
+// Multiplies by ReLU's derivative after the gradient was rounded: a factor of 0 or 1 rounds nothing. Infinity times 0
+// is NaN, as for the other activations.
 __device__ inline void multiply_relu_derivative(uint32 (&rows)[kSteps][kRowTiles][4], SCALAR* saved) {
   using Two = Pair<SCALAR>::Type;
 #pragma unroll
@@ -343,8 +348,8 @@ struct OutputTile {
 };
 
 #ifdef LOSS
-// Computes the loss of sixteen rounded outputs of each row against their targets, and its gradient; returns the sum of the
-// losses.
+// Computes the loss of sixteen rounded outputs of each row against their targets, and its gradient; returns the sum of
+// the losses.
 __device__ inline float loss_and_gradient(uint32 (&gradient)[kRowTiles][4], const float (&outputs)[kRowTiles][2][4],
                                           const OutputTile& targets, const MlpParams& p, int64 first, int col) {
   const int lane = threadIdx.x % kWarp, columns = p.layers[HIDDEN].outputs;
@@ -371,11 +376,12 @@ __device__ inline float loss_and_gradient(uint32 (&gradient)[kRowTiles][4], cons
 }
 #endif
 
-// The inputs x, and the gradients of the outputs or, with a loss, the targets.
+// The matrices at both ends of the MLP: its inputs x, and the gradients of its outputs or, with a loss, the targets.
 struct Ends {
   Matrix x, y;
 };
 
+// The rows of an array from row `first` on, as a matrix.
 __device__ inline Matrix rows_from(const Rows& rows, int64 first) {
   char* data = static_cast<char*>(const_cast<void*>(rows.data)) + first * rows.pitch;
   return Matrix{data, rows.pitch / static_cast<int64>(sizeof(SCALAR)), 1};
@@ -409,7 +415,8 @@ __device__ inline void copy_x(const MlpParams& p, const Matrix& x, SCALAR* to, i
   end_copies();
 }
 
-// Activates and rounds a hidden layer's FP32 sums. Stores the output and, with SAVED 1, the pre-activation or the derivative.
+// Activates and rounds a hidden layer's FP32 sums. Stores the output and, with SAVED 1, the pre-activation or the
+// derivative.
 __device__ inline void finish_layer(uint32 (&rows)[kSteps][kRowTiles][4], float (&sums)[kRowTiles][kTiles][4],
                                     const MlpParams& p, const WarpBuffers& own, int layer) {
   if (SAVED == 1 && (FIRST == 0 || layer >= FIRST)) {
@@ -422,8 +429,9 @@ __device__ inline void finish_layer(uint32 (&rows)[kSteps][kRowTiles][4], float 
   if (WarpBuffers::has_output(layer)) store_words(own.output(layer), rows);
 }
 
-// The backward pass of the output layer: computes the gradient of the last hidden layer's output. With a loss it first computes
-// the MLP's outputs and their gradient. Stores the gradient of the outputs. Returns the calling lane's share of the loss.
+// The backward pass of the output layer: computes the gradient of the last hidden layer's output. With a loss it first
+// computes the MLP's outputs and their gradient. Stores the gradient of the outputs. Returns the calling lane's share
+// of the loss.
 __device__ inline float output_backward(float (&sums)[kRowTiles][kTiles][4],
                                   [[maybe_unused]] const uint32 (&rows)[kSteps][kRowTiles][4], OutputTile& given,
                                   const MlpParams& p, const Weights& weights, [[maybe_unused]] const float* biases,

@@ -18,7 +18,7 @@ struct NarrowParams {
   Matrix d;
   SCALAR* vector;    // (N) the bias, (M) the sum of A over K, or (N) the sum of D over M; may be absent
   float* partial;    // partial sums over parts of K, or of M; used if several blocks share a sum
-  uint32* tickets;   // counters of last_block.cuh; used if several blocks share a sum
+  uint32* tickets;   // counters of `is_last_block`; used if several blocks share a sum
   int64 rows;        // M
   int64 cols;        // N
   int64 depth;       // K

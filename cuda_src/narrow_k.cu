@@ -21,7 +21,7 @@ using Load = Access<SCALAR>;
 // decides the time, so that a thread loads as much of B as registers allow.
 constexpr int kInFlight = ROWS > 1 ? 128 : SUMS && ALIGNED ? 512 : 256;
 constexpr int kMost = kInFlight / static_cast<int>(sizeof(Load::Raw));
-constexpr int kTogether = kMost < WIDTH ? kMost : WIDTH;  // rows of B
+constexpr int kTogether = kMost < WIDTH ? kMost : WIDTH;  // rows of B that a thread loads at once
 
 // Loads an octet of the matrix `aux` and turns it into the factors by which the epilogue multiplies an octet of D.
 struct Aux {

@@ -188,7 +188,7 @@ struct Ahead : Statistics {
 
   Raw* const own;
   const int threads;
-  int slot = 0;  // the one of the two slots in shared memory that the copy started last does not write
+  int slot = 0;  // number of the slot, of two in shared memory, that the latest copy does not write
 
   __device__ explicit Ahead(float4* memory)
       : own(reinterpret_cast<Raw*>(memory) + threadIdx.y * blockDim.x + threadIdx.x),

@@ -1,5 +1,5 @@
-// Updates all parameters that share an update rule in one launch, except weights that optimizer_fp8.cu updates. Eight blocks
-// update one chunk of one tensor, a thread eight elements.
+// Updates all parameters that share an update rule in one launch, except weights that optimizer_fp8.cu updates. Eight
+// blocks update one chunk of one tensor, a thread eight elements.
 //
 // Compiled for RULE, MOMENT and STOCHASTIC, see optimizer.cuh.
 
@@ -7,8 +7,8 @@
 
 namespace lt {
 
-// Updates the scale as torch.amp.GradScaler does, which does not let it grow beyond FP32 either. Unlike there, the scale
-// stays a normal number when it shrinks, so that its inverse is finite.
+// Updates the scale as torch.amp.GradScaler does, which does not let it grow beyond FP32 either. Unlike there, the
+// scale stays a normal number when it shrinks, so that its inverse is finite.
 __device__ inline void update_scale(const OptimizerParams& p, const Progress& now) {
   const int successes = now.nonfinite == 0 ? *p.growth_tracker + 1 : 0;
   const bool grows = successes == p.growth_interval;
@@ -18,11 +18,11 @@ __device__ inline void update_scale(const OptimizerParams& p, const Progress& no
 }
 
 constexpr uint32 kThreads = 128;
-// Eight blocks share a chunk and read the same table entry: with one entry for each block, the table would be 0.3 % of all
-// bytes that an update moves.
+// Eight blocks share a chunk and read the same table entry: with one entry for each block, the table would be 0.3 % of
+// all bytes that an update moves.
 constexpr uint32 kBlocksOfChunk = 8;
-// Finished blocks are counted by several counters, which lie apart: with a single counter an update takes 0.8 % longer on an
-// H200.
+// Finished blocks are counted by several counters, which lie apart: with a single counter an update takes 0.8 % longer
+// on an H200.
 constexpr uint32 kCounters = 32;
 constexpr uint32 kCounterDistance = 64;
 
@@ -30,8 +30,8 @@ __device__ inline uint32 counter_of_block() { return blockIdx.x % kCounters; }
 
 __device__ inline uint32 last_of_counter() { return (gridDim.x - counter_of_block() - 1) / kCounters; }
 
-// Counts the calling block after it has read the optimizer's state; returns how many blocks its counter has counted before. No
-// fence is needed: the block has used the state before its barrier, so that all of its reads are done.
+// Counts the calling block after it has read the optimizer's state; returns how many blocks its counter has counted
+// before. No fence is needed: the block has used the state before its barrier, so that all of its reads are done.
 __device__ inline uint32 count_in(const OptimizerParams& p) {
   return atomicInc(p.tickets + counter_of_block() * kCounterDistance, last_of_counter());
 }
@@ -43,7 +43,8 @@ __device__ inline bool is_last(const OptimizerParams& p, uint32 before) {
   return atomicInc(&p.state->update_ticket, last) == last;
 }
 
-// The block that was counted last writes the state that the next step will read. It need not wait for any block's update.
+// The block that was counted last writes the state that the next step will read. It need not wait for any block's
+// update.
 __device__ inline void advance(const OptimizerParams& p, const Progress& now, bool skipped, uint32 before) {
   if (!is_last(p, before)) return;
   if (skipped) {
@@ -55,8 +56,8 @@ __device__ inline void advance(const OptimizerParams& p, const Progress& now, bo
   if (p.scale) update_scale(p, now);
 }
 
-// Blocks that a multiprocessor shall hold. A variant that moves fewer bytes an element needs more blocks to hide the
-// latency of memory; with two blocks more than these, registers spill.
+// Launch bounds: blocks that a multiprocessor must hold. A variant that moves fewer bytes for each element needs more
+// blocks to hide the latency of memory; with two blocks more than these, registers spill.
 constexpr int kBlocks = kMoments * sizeof(MOMENT) <= 4 ? 10 : 8;
 
 }  // namespace lt

@@ -1,10 +1,10 @@
-// The arithmetic of an optimizer's update, for eight elements of a thread. lt_runtime/reference/optimizer.py holds the same
-// update in NumPy.
+// The arithmetic of an optimizer's update, for eight elements of a thread. lt_runtime/reference/optimizer.py holds the
+// same update in NumPy.
 //
 // Compiled for:
 //   RULE        lt::Sgd, lt::Momentum, lt::Lion, lt::AdamW or lt::AmsGrad
 //   MOMENT      the type of the moments: float or __nv_bfloat16; float for lt::Sgd, which has none
-//   STOCHASTIC  1 where there are BF16 parameters without a master copy, 0 otherwise
+//   STOCHASTIC  1 if there are BF16 parameters without a master copy, otherwise 0
 #pragma once
 
 #include "instructions.cuh"
@@ -13,10 +13,10 @@
 
 namespace lt {
 
-// One row of the table of parameters, which the host builds: a chunk of a tensor. Every address points to the chunk's first
-// element.
+// One row of the table of parameters, which the host builds: a chunk of a tensor. Every address points to the chunk's
+// first element.
 struct alignas(16) OptimizerChunk {
-  void* value;  // read and written: FP32, or BF16 where there is no master copy
+  void* value;  // read and written: FP32, or BF16 if there is no master copy
   void* copy;   // written only: the parameter in lower precision; null if not wanted
   const void* gradient;
   void* m;      // first moment; m, v and v_max are null if the rule does not use them
@@ -70,7 +70,8 @@ struct OptimizerParams {
   int nesterov;  // whether lt::Momentum uses Nesterov's form; other rules do not read it
 };
 
-// The values that one thread reads for its block: the first words of OptimizerState, the loss scale, and the tensor's settings.
+// The values that one thread reads for its block: the first words of OptimizerState, the loss scale, and the tensor's
+// settings.
 struct Progress {
   uint32 steps;
   uint32 skipped;
@@ -132,8 +133,9 @@ struct Element {
   float value, m, v, v_max;
 };
 
-// The rules. Each has its number of moments, and the update of an element by its gradient g, which is already unscaled and
-// clipped. All decay weights as AdamW does: the value is multiplied by 1 - lr·λ, and λ is no part of the gradient.
+// The update rules. Each has its number of moments, and a function that updates an element by its gradient g, which is
+// already unscaled and clipped. All rules decay weights as AdamW does: they multiply the value by 1 - lr·λ, and do not
+// add λ·value to the gradient.
 struct Sgd {
   static constexpr int kMoments = 0;
   __device__ static void update(const OptimizerParams&, const UpdateStep& s, float g, Element& x) {

@@ -1,10 +1,11 @@
-// Updates weights of layers in FP8, and writes each new weight in FP8 too, row-major and transposed, with the scale that the
-// next step's products use. It also finds the largest absolute value of the new weight. So no pass of the next step has to
-// read the weight. The updates have the bits of optimizer.cu.
+// Updates weights of layers in FP8, and writes each new weight in FP8 too, row-major and transposed, with the scale
+// that the next step's products use. It also finds the largest absolute value of the new weight. So the next step needs
+// no pass that casts the weight. The updated numbers have the same bits as those of optimizer.cu.
 //
-// A block updates a tile of 32 rows and 256 columns, a warp a row of the tile at a time. The number of the weight's columns is
-// a multiple of 256, so that a row of a tile is what a warp of optimizer.cu updates, and draws the same random bits. If the step
-// is skipped, the present weight is written in FP8 again, because the next step needs its largest absolute value.
+// A block updates a tile of 32 rows and 256 columns, a warp a row of the tile at a time. The number of the weight's
+// columns is a multiple of 256, so that a row of a tile is what a warp of optimizer.cu updates, and draws the same
+// random bits. If the step is skipped, the present weight is written in FP8 again, because the next step needs its
+// largest absolute value.
 //
 // Compiled for RULE, MOMENT and STOCHASTIC, see optimizer.cuh; E5M2 = 0 and ALIGNED = 1, see fp8.cuh.
 
@@ -37,7 +38,7 @@ constexpr uint32 kRows = 32;              // with 64 rows an update takes 1 to 2
 constexpr uint32 kWords = kWarpTile / 4;  // words of a row of the tile in FP8
 constexpr uint32 kRun = 16;               // a run: the bytes of a transposed row that a thread stores at once
 constexpr uint32 kRuns = kRows / kRun;
-// Blocks that a multiprocessor shall hold: the most with which no register spills.
+// Launch bounds: blocks that a multiprocessor must hold, as many as possible without spilling registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
 constexpr int kBlocks = 3;
 #else
@@ -48,7 +49,7 @@ __device__ inline void* moved(const void* data, int type, uint64 elements) {
   return const_cast<char*>(static_cast<const char*>(data)) + elements * (type == kFloat32 ? 4 : 2);
 }
 
-// The chunk from an element on. Absent moments get addresses, which are never used.
+// The part of a chunk from an element on. Absent moments get addresses too, which are never used.
 __device__ inline OptimizerChunk chunk_from(const OptimizerChunk& chunk, uint64 elements) {
   OptimizerChunk out = chunk;
   out.value = moved(chunk.value, value_type(chunk), elements);

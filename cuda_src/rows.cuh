@@ -1,5 +1,5 @@
-// Where the rows of an array lie in memory. A step's graph finds the arrays of a batch in a table of these structs, which
-// the host writes before a launch.
+// Where the rows of an array lie in memory. A step's graph finds the arrays of a batch in a table of these structs,
+// which the host writes before a launch.
 #pragma once
 
 #include "vector.cuh"

@@ -1,6 +1,6 @@
 // Cross-entropy of one row of logits by a group of threads: first the row's maximum and sum of exponentials, then its
-// gradient. Compiled for one SCALAR type, ROW_THREADS, the threads of a block, and ROW_LANES, the threads of a group if
-// it has at least a warp.
+// gradient. Compiled for the definitions that cross_entropy.cuh lists, and ROW_LANES: the number of threads of a group
+// that streams rows (see stream_rows.cuh), a warp or a whole block.
 #pragma once
 
 #include "cross_entropy.cuh"
@@ -65,7 +65,8 @@ struct Columns {
   int64 step;
 };
 
-// Adds the first `count` packets to a row's maximum and sum. The caller has set the other packets to `nothing()`, which adds 0.
+// Adds the first `count` packets to a row's maximum and sum. The caller has set the other packets to `nothing()`, which
+// adds 0.
 template <int kCount>
 __device__ inline void accumulate(Softmax& softmax, const Raw (&raw)[kCount], uint32 count, bool with_total,
                                const float* class_weights, const Columns& columns) {

@@ -313,7 +313,7 @@ __device__ inline float stream_row(const CrossEntropyParams& p, Turn& turn, Row&
 // order of the rows. Labels are counted while the first rows are being copied.
 __device__ inline float stream_rows(const CrossEntropyParams& p, const Group& group, const SharedRing& held, float* scratch,
                                     Mean& mean) {
-  __shared__ uint32 places[2];  // the number of the claimed row, in turns: a slower thread may still read the last one
+  __shared__ uint32 places[2];  // numbers of claimed rows, used in turn: a slow thread may still read the previous one
   const Smoothing smoothing(p);
   const uint32 groups = blockDim.x / kLanes, step = gridDim.x * groups;
   const uint32 start = blockIdx.x * groups + threadIdx.x / kLanes;

@@ -1,8 +1,8 @@
-// The mean of a loss over all elements, with its gradient and the gradient's sums over the rows: the bias gradient of the
-// layer that made the prediction. Otherwise that layer would read the gradient once more, for its sums alone.
+// Computes the mean of a loss over all elements, its gradient, and the sums of the gradient over its rows. These sums
+// are the bias gradient of the layer that made the prediction, which would otherwise read the gradient once more.
 //
-// Compiled for a SCALAR type, a LOSS of losses.cuh, ALIGNED 0 or 1 (see sweep.cuh), and the BLOCKS that a multiprocessor
-// shall hold, which bounds a thread's registers.
+// Compiled for a SCALAR type, a LOSS of losses.cuh, ALIGNED 0 or 1 (see sweep.cuh), and BLOCKS, the number of blocks
+// that a multiprocessor must hold, which limits a thread's registers.
 
 #define WEIGHTED 0
 

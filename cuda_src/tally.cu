@@ -1,5 +1,6 @@
-// Adds a loss to a tally, and the number of rows that were classified correctly; for losses whose own kernels do not.
-// Compiled for one SCALAR type.
+// Adds a stored loss to a tally and, if it is a loss of classes, the numbers of labelled and of correctly classified
+// rows. It is launched after losses whose own kernels do not add to a tally, such as cross-entropy of many classes.
+// Compiled for one SCALAR type, that of the logits.
 
 #include "instructions.cuh"
 #include "reduce.cuh"

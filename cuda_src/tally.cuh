@@ -1,5 +1,5 @@
-// Sums over training steps, of losses and of correctly classified rows, that stay on the device until the host asks for
-// them. The kernel of a loss adds to them, or tally.cu after another loss.
+// Sums over training steps, of losses and of correctly classified rows. They stay on the device until the host reads
+// them. Most kernels that compute a loss also add it to these sums; after the others, the kernel of tally.cu does.
 #pragma once
 
 #include "vector.cuh"
@@ -23,7 +23,7 @@ struct Tally {
   int first;          // whether this is the first part of its step
 };
 
-// Adds a part's loss. One thread of a grid calls it.
+// Adds a part's loss to the tally. One thread of a grid calls it.
 __device__ inline void add_loss(const Tally& tally, float loss) {
   TallyState& state = *tally.state;
   const float part = tally.weight * loss;
@@ -34,13 +34,14 @@ __device__ inline void add_loss(const Tally& tally, float loss) {
   state.steps += tally.first;
 }
 
-// Adds rows of a part. One thread of each block calls it.
+// Adds the calling block's numbers of rows: those whose label is not ignored, and those that are classified correctly.
+// One thread of each block calls it.
 __device__ inline void add_rows(const Tally& tally, uint32 rows, uint32 correct) {
   if (rows != 0) atomicAdd(&tally.state->rows, static_cast<uint64>(rows));
   if (correct != 0) atomicAdd(&tally.state->correct, static_cast<uint64>(correct));
 }
 
-// Stores the result of a loss's kernel, and adds it to the tally, if there is one. One thread of a grid calls it.
+// Stores a loss, and adds it to the tally, if there is one. One thread of a grid calls it.
 __device__ inline void store_loss(float* at, float loss, const Tally& tally) {
   *at = loss;
   if (tally.state) add_loss(tally, loss);

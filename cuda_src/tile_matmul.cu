@@ -45,7 +45,7 @@ struct TileMatmulParams {
   SCALAR* bias;     // the bias (N); may be null
   SCALAR* sums;     // (N) the sum of D over M if DERIVATIVE, (M) that of A over K otherwise; may be absent
   float* partial;   // partial sums of each tile of D over parts of K; then each row of tiles' column sums of D
-  uint32* tickets;  // counters of last_block.cuh: of each tile's groups, then of each column of tiles
+  uint32* tickets;  // counters of `is_last_block`: of each tile's groups, then of each column of tiles
   int rows;         // M
   int cols;         // N
   int depth;        // K

@@ -108,8 +108,8 @@ __device__ inline Packed<T> pack(const Octet& octet) {
   return out;
 }
 
-// Loads and stores without cache hints: on an H200, streaming loads (__ldcs) cost 3 % of bandwidth, streaming stores 1
-// %.
+// Loads and stores without cache hints: on an H200, streaming loads (__ldcs) cost 3 % of bandwidth, and streaming
+// stores cost 1 %.
 template <class T, class Word = uint4>
 __device__ inline Packed<T> load_packed(const T* p) {
   Packed<T> out;

@@ -67,8 +67,8 @@ struct Rounding {
   double largest;  // results whose expected magnitude is larger are not compared
 };
 
-// Outputs of `expect`: the expected results in FP64, and the largest error that each may have; row-major without gaps. An
-// absent output is null.
+// Outputs of `expect`: the expected results in FP64, and the largest error that each may have; row-major without gaps.
+// An absent output is null.
 struct Results {
   double* values;
   double* limits;

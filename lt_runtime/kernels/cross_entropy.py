@@ -201,7 +201,7 @@ class RowSharing:
 
 
 class CrossEntropyPass:
-    """Softmax cross-entropy of the rows of one matrix, and its gradient.
+    """Computes softmax cross-entropy of the rows of one matrix, and its gradient.
 
     If `gradient` is None, only the loss is computed.
 

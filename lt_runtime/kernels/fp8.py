@@ -11,7 +11,7 @@ from lt_runtime.gpu.memory import StreamMemory
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, Struct, declared, define
-from lt_runtime.kernels.losses import LOSSES, ElementwiseLoss
+from lt_runtime.kernels.losses import LOSSES, ElementwiseLoss, LossSums
 from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling, moves_vectors, square_tiles
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Activation, Derivative, DType, Saved, Spec
@@ -62,7 +62,7 @@ def cast_macros(
 
 
 class CastPass:
-    """out = y · scale in FP8, and its transpose, where y = dropout(act(x)); amax = max(amax, max |y|).
+    """Computes out = y · scale in FP8, and its transpose, where y = dropout(act(x)); amax = max(amax, max |y|).
 
     With a gate, an activation or dropout, x must be BF16, and `moves_tiles` must return True for the layouts.
 
@@ -107,8 +107,8 @@ class CastPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of x, scale, out, transposed and amax, further ones are not read; its first
-                mask is that of the dropout.
+            call: its addresses are those of x, scale, out, transposed and amax; further ones are not read. Its first
+                dropout is that of y.
         """
         params, launch = self._launches[memory.stream]
         params.x.data, scale, out, transposed, amax, *_ = call.addresses
@@ -123,7 +123,7 @@ class CastPass:
 
 
 class CastRowsPass:
-    """A matrix in FP8 with a scale for each row, and its transpose with a scale for each row of the transpose.
+    """Casts a matrix to FP8 with a scale for each row, and its transpose with a scale for each row of the transpose.
 
     A first launch finds the scales, each from the largest magnitude of its row, and a second one casts by them; see
     fp8_rows.cuh. Arguments and errors are those of `CastPass`.
@@ -163,7 +163,7 @@ class CastRowsPass:
 
 
 class CastGradientPass:
-    """out = dz · scale in FP8, its transpose, and the bias gradient, where dz = dropout'(dy) · act'(saved).
+    """Computes out = dz · scale in FP8, its transpose, and the bias gradient, where dz = dropout'(dy) · act'(saved).
 
     The pass also computes amax = max(amax, max |dz|). The bias gradient is the FP32 sum of dz before the cast, rounded
     once. dy is BF16, and `moves_tiles` holds for all matrices.
@@ -208,8 +208,7 @@ class CastGradientPass:
             aligned=moves_tiles(*read, out=out, transposed=transposed),
         )
         tiling = square_tiles(dy.layout, sums=True)
-        (columns, parts), (x, _) = tiling
-        self.partial_bytes = 4 * parts * columns * x * OCTET if self._sums and parts > 1 else 0
+        self.partial_bytes = tiling.sums_bytes if self._sums and tiling.grid[1] > 1 else 0
         fp8 = Fp8Output.of(dy.layout, out, transposed)
         params = CAST_FP8.params(Matrix.of(dy), Matrix.of(saved), fp8=fp8)
         params.db.accumulate, params.slope = accumulate, derivative.activation.negative_slope
@@ -220,8 +219,8 @@ class CastGradientPass:
 
         Args:
             call: its addresses are those of dy, scale, out, transposed, amax, the saved tensor, the bias gradient, and
-                `partial_bytes`; the pass uses only the operands that it was made with. Its first mask is that of the
-                dropout.
+                `partial_bytes`; the pass uses only the operands that it was made with. Its first dropout is the
+                layer's.
         """
         params, launch = self._launches[memory.stream]
         params.x.data, scale, out, transposed, amax, params.saved.data, db, partial = call.addresses
@@ -235,7 +234,7 @@ class CastGradientPass:
 
 
 class CastGatedPass:
-    """dh · scale in FP8, and its transpose: the gradient dh[M,2F] of h = (gate, value), from dy[M,F] and h[M,2F].
+    """Computes dh · scale in FP8, and its transpose: the gradient dh[M,2F] of h[M,2F] = (gate, value), from dy[M,F].
 
     The gradient of the gate and that of the value each have a scale and a largest magnitude of their own. All matrices
     are packed, h and dy are BF16, and `moves_tiles` holds for them.
@@ -269,7 +268,7 @@ class CastGatedPass:
 
         Args:
             call: its addresses are those of dy, h, dh in FP8, its transpose, the scale and the largest magnitude of the
-                gate's gradient, and both of the value's gradient. Its first mask is that of the dropout.
+                gate's gradient, and both of the value's gradient. Its first dropout is that of y.
         """
         params, launch = self._launches[memory.stream]
         params.x.data, gate, out, transposed, *of_gate, scale, amax = call.addresses
@@ -288,13 +287,14 @@ def loss_fp8_macros(scalar: DType, dtype: str, loss: str) -> Macros:
 
 
 class LossCastPass:
-    """The mean of a loss, the sums of its gradient's columns, and the gradient, cast to FP8 and transposed, or uncast.
+    """Computes the mean of a loss, its gradient, and the sums of the gradient's columns.
 
-    The caller has checked by `moves_tiles` that the layouts of all matrices are supported.
+    The gradient is cast to FP8 and written as it is and transposed, or is written in the prediction's type. The caller
+    has checked by `moves_tiles` that the layouts of all matrices are supported.
 
     Args:
         dtype: name of the FP8 type, see `FP8_TYPES`.
-        loss: a loss without row weights and class weights.
+        loss: a loss without weights of rows or columns.
         accumulate: whether the sums of columns are added to the present values of their buffer.
 
     Attributes:
@@ -319,12 +319,11 @@ class LossCastPass:
         out, transposed = Spec(packed(*layout.shape)), Spec(packed(layout.cols, layout.rows))
         macros = loss_fp8_macros(scalar, dtype, loss.name)
         tiling = square_tiles(layout, sums=True)
-        (columns, parts), (x, _) = tiling
-        self._size, self._sums_bytes = layout.size, 4 * parts * columns * x * OCTET
-        self.scratch_bytes = self._sums_bytes + 4 * parts * columns
+        self._sums = LossSums(layout, tiling)
+        self.scratch_bytes = self._sums.scratch_bytes
         fp8 = Fp8Output.of(layout, out, transposed)
         params = LOSS_FP8.params(*map(Matrix.of, (prediction, target, out)), fp8=fp8, delta=loss.delta)
-        params.mean.size, params.db.accumulate = layout.size, accumulate
+        params.db.accumulate = accumulate
         self._launches = Launches(LOSS_FP8, macros, device, tiling, params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
@@ -335,15 +334,10 @@ class LossCastPass:
                 transpose, and the scale and the largest magnitude of the cast; 0 for absent ones.
         """
         params, launch = self._launches[memory.stream]
-        mean, db = params.mean, params.db
-        prediction, target, gradient, mean.loss, db.sum, out, transposed, scale, amax = call.addresses
+        prediction, target, gradient, params.mean.loss, params.db.sum, out, transposed, scale, amax = call.addresses
         params.prediction.data, params.target.data, params.gradient.data = prediction, target, gradient
         params.fp8.point_at(scale, out, transposed, amax)
-        number, params.grad_scale = call.scalars
-        mean.tally = call.tally
-        db.partial, db.tickets = memory.scratch(self.scratch_bytes), memory.tickets
-        mean.partial = db.partial + self._sums_bytes
-        params.gradient_scale = number / self._size
+        self._sums.write(params, call, memory)
         launch()
 
 
@@ -352,21 +346,14 @@ def moves_tiles(*operands: tuple[DType, Spec], out: Spec | None, transposed: Spe
 
     The fast path reads eight elements of a row at once, and writes eight bytes of a row and 16 of a column.
     """
-    results = [each for each in (out, transposed) if each is not None]
-    specs = [each for _, each in operands] + results
-    is_aligned = all(moves_vectors(spec, dtype) for dtype, spec in operands) and all(map(_moves_bytes, results))
-    whole = specs[0].layout.cols % OCTET == 0 and (transposed is None or transposed.layout.cols % VECTOR_BYTES == 0)
-    return is_aligned and whole and all(each.layout.order is Order.ROW for each in specs)
-
-
-def _moves_bytes(spec: Spec) -> bool:
-    """Whether every row of an FP8 matrix begins at a multiple of 16 bytes."""
-    pitch = spec.layout.leading_dimension if spec.layout.rows > 1 else 0
-    return spec.alignment % VECTOR_BYTES == 0 and pitch % VECTOR_BYTES == 0
+    results = [(DType.FLOAT8_E4M3FN, each) for each in (out, transposed) if each is not None]
+    matrices, cols = (*operands, *results), operands[0][1].layout.cols
+    whole = cols % OCTET == 0 and (transposed is None or transposed.layout.cols % VECTOR_BYTES == 0)
+    return whole and all(moves_vectors(each, kind) and each.layout.order is Order.ROW for kind, each in matrices)
 
 
 class ScalesPass:
-    """The scales of FP8 tensors for the next step; see `update_fp8_scales` in lt_runtime/reference/fp8.py.
+    """Computes the scales of FP8 tensors for the next step; see `update_fp8_scales` in lt_runtime/reference/fp8.py.
 
     Args:
         tensors: number of the tensors.

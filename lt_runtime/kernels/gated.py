@@ -24,7 +24,7 @@ def blocks_of(dtype: DType, *, remakes: bool) -> int:
 
 
 class GatedPass:
-    """y[M,F] = dropout(act(gate) · value), with h[M,2F] = (gate, value); or dh[M,2F] from dy[M,F] and h.
+    """Computes y[M,F] = dropout(act(gate) · value), with h[M,2F] = (gate, value); or dh[M,2F] from dy[M,F] and h.
 
     Args:
         drops: whether the pass applies dropout.

@@ -62,7 +62,7 @@ _Struct = TypeVar("_Struct", bound=Struct)
 
 @functools.cache
 def _declarations() -> tuple[Mapping[str, str], ...]:
-    """What `cuda_src` declares: bodies of structs by name, argument structs by kernel name, and constants by name."""
+    """Returns what `cuda_src` declares: bodies of structs, names of kernels' argument structs, constants; by name."""
     text = "\n".join(path.read_text() for path in sorted(kernel_sources().glob("*.cu*")))
     return tuple(dict(each.findall(text)) for each in (_STRUCT, _PARAMETER, _CONSTANT))
 

@@ -1,4 +1,4 @@
-"""The kernel of elementwise losses, and two kernels that all losses use.
+"""elementwise_loss.cu, summed_loss.cu, scale.cu and tally.cu: elementwise losses, and kernels for any loss.
 
 elementwise_loss.cu computes the mean of a loss over all elements, and its gradient. summed_loss.cu also sums the
 gradient over the rows. scale.cu rounds FP32 gradients, and tally.cu sums losses over steps.
@@ -6,9 +6,10 @@ gradient over the rows. scale.cu rounds FP32 gradients, and tally.cu sums losses
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.memory import StreamMemory
@@ -41,7 +42,7 @@ class ElementwiseLoss(NamedTuple):
 
     Attributes:
         name: one of `LOSSES`.
-        delta: of Huber's loss.
+        delta: absolute error beyond which Huber's loss is linear; other losses do not read it.
         weighted: whether calls may have weights of rows or columns.
     """
 
@@ -121,11 +122,32 @@ def _summed_blocks(dtype: DType, name: str) -> int:
     return 2 if dtype is DType.FLOAT32 else 3 if name == "bce_with_logits" else 4
 
 
+class LossSums:
+    """Sums of a pass that computes a mean loss, its gradient, and the sums of the gradient's columns.
+
+    Attributes:
+        scratch_bytes: bytes of scratch memory for the blocks' partial sums.
+    """
+
+    def __init__(self, layout: Layout, tiling: Tiling) -> None:
+        self._size, self._sums_bytes = layout.size, tiling.sums_bytes
+        self.scratch_bytes = self._sums_bytes + 4 * math.prod(tiling.grid)
+
+    def write(self, params: Any, call: Call, memory: StreamMemory) -> None:
+        """Writes the scalars and the tally of a call into an argument block, and the addresses of the partial sums."""
+        number, params.grad_scale = call.scalars
+        params.gradient_scale = number / self._size
+        mean, db = params.mean, params.db
+        mean.size, mean.tally = self._size, call.tally
+        db.partial, db.tickets = memory.scratch(self.scratch_bytes), memory.tickets
+        mean.partial = db.partial + self._sums_bytes
+
+
 class SummedLossPass:
-    """The mean of a loss of one matrix against another, its gradient, and the sums of the gradient's columns.
+    """Computes the mean of a loss of one matrix against another, its gradient, and the sums of the gradient's columns.
 
     Args:
-        loss: without weights.
+        loss: a loss without weights of rows or columns.
         accumulate: whether the sums are added to the present values of their buffer.
 
     Attributes:
@@ -146,28 +168,22 @@ class SummedLossPass:
         access = Access.ALIGNED if are_aligned(dtype, *specs) else Access.ANY
         macros = summed_loss_macros(dtype, loss.name, access)
         tiling = reduction(layout, wave_of(device, _summed_blocks(dtype, loss.name)), transposes=False)
-        (columns, parts), (x, _) = tiling
-        self._size, self._sums_bytes = layout.size, 4 * parts * columns * x * OCTET
-        self.scratch_bytes = self._sums_bytes + 4 * parts * columns
+        self._sums = LossSums(layout, tiling)
+        self.scratch_bytes = self._sums.scratch_bytes
         params = SUMMED_LOSS.params(*map(Matrix.of, specs), rows=layout.rows, cols=layout.cols)
-        params.mean.size, params.delta, params.db.accumulate = layout.size, loss.delta, accumulate
+        params.delta, params.db.accumulate = loss.delta, accumulate
         self._launches = Launches(SUMMED_LOSS, macros, device, tiling, params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Puts the pass on the memory's stream; the caller holds the memory's lock.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of prediction, target, gradient, loss and sums, which are of the pass's type.
+            call: its addresses are those of prediction, target, gradient, loss and sums; the sums have the pass's type.
         """
         params, launch = self._launches[memory.stream]
-        mean, db = params.mean, params.db
-        prediction, target, gradient, mean.loss, db.sum = call.addresses
+        prediction, target, gradient, params.mean.loss, params.db.sum = call.addresses
         params.prediction.data, params.target.data, params.gradient.data = prediction, target, gradient
-        number, params.grad_scale = call.scalars
-        mean.tally = call.tally
-        db.partial, db.tickets = memory.scratch(self.scratch_bytes), memory.tickets
-        mean.partial = db.partial + self._sums_bytes
-        params.gradient_scale = number / self._size
+        self._sums.write(params, call, memory)
         launch()
 
 
@@ -177,7 +193,7 @@ SCALE: Final = Entry("scale", "scale.cu")
 def launch_scale(
     source: int, target: int, size: int, dtype: DType, scale: int, share: float, device: int, stream: int
 ) -> None:
-    """Puts the computation of `target` = `source` · `share` on a stream; the device is current.
+    """Launches target = source · share on a stream of the current device.
 
     Args:
         source: address of `size` FP32 numbers without gaps.
@@ -199,8 +215,8 @@ class TallyPass:
     """Adds a micro-batch of a step to a tally: its loss, and its correctly classified rows.
 
     Args:
-        dtype: type of the logits; any type without logits.
-        logits: None for a loss without classes.
+        dtype: type of the logits; any type if there are none.
+        logits: layout of the logits; None for a loss without classes.
     """
 
     def __init__(self, dtype: DType, logits: Layout | None, labels: Labels, device: int) -> None:
@@ -213,10 +229,10 @@ class TallyPass:
         self._lock = threading.Lock()
 
     def launch(self, logits: int, labels: int, loss: int, tally: Tally, stream: int) -> None:
-        """Puts the pass on `stream`.
+        """Launches the pass on `stream`.
 
         Args:
-            logits, labels, loss: addresses; `loss` is an FP32 number.
+            logits, labels, loss: addresses; the loss is an FP32 number.
             tally: the tally to add to.
         """
         with self._lock:

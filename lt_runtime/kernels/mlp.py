@@ -163,7 +163,7 @@ class MlpForward:
         self._launches = Launches(MLP_FWD, macros, device, tiling, _params(problem, x, y), shared=shared)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Launches the forward or backward pass on `memory.stream`; the caller must hold `memory.lock`.
+        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
             call: its addresses are those of x, y, and each layer's weight and bias, which is 0 if there is none.

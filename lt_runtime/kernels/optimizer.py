@@ -44,7 +44,7 @@ UPDATE_FP8: Final = Entry("optimizer_fp8", "optimizer_fp8.cu")
 GRADIENT_NORM: Final = Entry("gradient_norm", "gradient_norm.cu")
 EMA: Final = Entry("ema", "ema.cu")
 OptimizerState: Final = struct("OptimizerState")
-"""The C++ struct of an optimizer's state on the device: steps, settings and loss scale, without the moments."""
+"""The C++ struct of an optimizer's state on the device: counts of updates, and the norm of the latest gradients."""
 _Settings: Final = struct("OptimizerSettings")
 _RULES: Final = {SGD: "lt::Sgd", Lion: "lt::Lion", AdamW: "lt::AdamW", AMSGrad: "lt::AmsGrad"}
 

@@ -62,6 +62,12 @@ class Tiling(NamedTuple):
     grid: Pair
     block: Pair
 
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of FP32 sums of columns, one for each row of blocks, if a thread has eight columns."""
+        (columns, parts), (x, _) = self
+        return 4 * parts * columns * x * OCTET
+
 
 def moves_vectors(spec: Spec, dtype: DType) -> bool:
     """Whether every line of a matrix (row, or column of a column-major matrix) begins at a multiple of 16 bytes."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lt_runtime.kernels import fp8
+from lt_runtime.kernels import fp8, tiling
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.fp8 import CastGatedPass, CastGradientPass, CastPass, CastRowsPass
 from lt_runtime.kernels.gated import GatedPass
@@ -232,7 +232,7 @@ def test_functions(host: HostKernels, function: Function, case: Case, accumulate
     dropout = DropoutState(keep_threshold(_P), philox) if function.dropout else None
     with pytest.MonkeyPatch.context() as patch, host.in_order(case.order):
         patch.setattr(fp8, "check_fp8", lambda _: None)
-        patch.setattr(fp8, "_MOST_PARTS", blocks)
+        patch.setattr(tiling, "_MOST_PARTS", blocks)
         if function.backward:
             reads = Saved.NOTHING if function.activation == "none" else Saved.PREACTIVATION
             of_saved = None if function.activation == "none" else spec_of(saved)
