@@ -357,7 +357,7 @@ def optimizer_step(shapes: Shapes, dtype: str = "float32", max_norm: float | Non
     return lt.AdamW(parameters, lr=1e-5, **({} if max_norm is None else {"max_norm": max_norm})).step
 
 
-# Case: AdamW of a weight that is written in FP8 too, in both orientations.
+# Case: AdamW that also writes the new weight in FP8, row-major and transposed.
 
 
 def adamw_fp8(rows: int, cols: int, *, masters: bool = False) -> Case:

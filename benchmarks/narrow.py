@@ -33,7 +33,7 @@ _PEERS: Final = (GRAPH, TORCH_COMPILE, MAX_AUTOTUNE, JAX)
 # Bytes moved for each parameter: BF16, FP32 master, two FP32 moments, each read and written; no gradients.
 _PARAMETER_BYTES: Final = 28
 _PEAK_TFLOPS: Final = {"NVIDIA H200": 989.4}
-"""The peak of dense BF16 products in the data sheet, at 1.83 GHz; small steps run at up to 1.98 GHz."""
+"""By GPU, the peak of dense BF16 products in its data sheet, at 1.83 GHz; small steps run at up to 1.98 GHz."""
 
 
 def _case(width: int, hidden: int, power: int, activation: str = "relu") -> StepCase:

@@ -159,7 +159,7 @@ def of_digest(rows: Iterable[dict[str, Any]], digest: str) -> list[dict[str, Any
 
 
 def save(suite: Suite, rows: Rows, file: Path | None, digest: str, *, resume: bool, origin: Json | None = None) -> None:
-    """Writes rows in the order of the suite, and figures over those with the digest; needs a file and rows.
+    """Writes rows in the order of the suite, and figures over the rows of the digest; without rows or a file, nothing.
 
     Args:
         resume: whether other rows of the file stay, also rows that another process has written since.

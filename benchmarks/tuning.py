@@ -56,7 +56,7 @@ def findings(rows: Sequence[Json]) -> list[Finding]:
 
 
 def _quantiles(what: str, values: Sequence[float]) -> list[Finding]:
-    """Statistics of some values: the median, the ninth decile and the greatest; an empty dictionary without values."""
+    """Findings of some values: the median, the ninth decile and the greatest; none without values."""
     found = np.quantile(values, (0.5, 0.9, 1.0)).tolist() if values else []
     names = ("median", "90 %", "most")
     return [Finding(f"{what}, {name}", value, rows=len(values)) for name, value in zip(names, found, strict=False)]
