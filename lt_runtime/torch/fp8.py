@@ -214,7 +214,7 @@ class _Fp8Layers(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         """The gradients of x, `add`, weights and biases."""
-        begin_backward("linear", ctx)
+        begin_backward("linear", ctx, dy)
         _, _, of_x, of_add, _, *needs = ctx.needs_input_grad
         dx, *kept = placed([dy, *ctx.saved_tensors])
         found: list[Any] = [None] * len(needs)
@@ -262,7 +262,7 @@ class _Fp8Gated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         """The gradients of x, `add`, the weights and the biases."""
-        begin_backward("gated", ctx)
+        begin_backward("gated", ctx, dy)
         _, _, of_x, of_add, _, *needs = ctx.needs_input_grad
         like, h, *kept = placed([dy, *ctx.saved_tensors])
         (activation, slope, p), (gate, up, down) = ctx.options, ctx.records

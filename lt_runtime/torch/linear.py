@@ -211,7 +211,7 @@ class _OnGpu(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         """The gradients of x, `add` and the parameters."""
-        begin_backward("linear", ctx)
+        begin_backward("linear", ctx, dy)
         layers, needs, (key, *kept) = ctx.layers, ctx.needs_input_grad, ctx.saved_tensors
         count = len(layers)
         weights, xs = kept[:count], kept[count : 2 * count]

@@ -114,7 +114,7 @@ class Operator(ABC):
             training = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
             outputs = self.eager(operands, options, training=training)
         else:
-            if operands[0] is None or not all(each is None or isinstance(each, torch.Tensor) for each in operands):
+            if operands[0] is None or not all(each is None or _is_dense(each) for each in operands):
                 self.check(operands, (*options, False))
             needed = [each is not None and each.requires_grad for each in operands]
             outputs = self._forward([*operands], *options, torch.is_grad_enabled() and True in needed)
@@ -218,7 +218,7 @@ class _Differentiable(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, ...]:
         """The gradients of the operands."""
         operator: Operator = ctx.operator
-        begin_backward(operator.name, ctx)
+        begin_backward(operator.name, ctx, *dys)
         dys, needs = dys[: operator.visible], ctx.needs_input_grad[3:]
         if not [dy for dy in dys if dy is not None]:
             return (None,) * (3 + len(needs))
@@ -252,8 +252,11 @@ class _Thread(threading.local):
 _thread: Final = _Thread()
 
 
-def begin_backward(name: str, ctx: Any) -> None:
-    """Prepares a thread that autograd has started; raises `SecondDerivativeError` if autograd records this backward.
+def begin_backward(name: str, ctx: Any, *dys: Tensor) -> None:
+    """Prepares a thread that autograd has started.
+
+    Raises:
+        SecondDerivativeError: autograd records this backward, or runs it for several gradients at once.
 
     The thread is within `lt.tuning()` if the forward pass was, as `ctx.is_tuning` says.
     """
@@ -264,6 +267,11 @@ def begin_backward(name: str, ctx: Any) -> None:
             f"backward with create_graph=True reached lt_runtime's {name}, which has no second derivative; "
             "use PyTorch's own layer where one is needed"
         )
+    for dy in dys:
+        if dy is not None and torch._C._functorch.is_legacy_batchedtensor(dy):
+            raise SecondDerivativeError(
+                f"is_grads_batched=True or vectorize=True reached lt_runtime's {name}; give one gradient at a time"
+            )
 
 
 def is_eager(tensors: Tensors) -> bool:
@@ -280,6 +288,10 @@ def is_eager(tensors: Tensors) -> bool:
         )
     is_plain = _PLAIN.issuperset(map(type, tensors)) and not torch._C._len_torch_dispatch_stack()
     return is_plain and tensors[0] is not None and not tensors[0].is_meta
+
+
+def _is_dense(operand: Any) -> bool:
+    return isinstance(operand, torch.Tensor) and operand.layout is torch.strided
 
 
 def _hashable(options: Sequence[Any]) -> Options:

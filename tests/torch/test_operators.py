@@ -344,6 +344,8 @@ def test_second_derivatives_and_transforms_are_refused() -> None:
         torch.func.grad(lambda x: ltt.functional.linear(x, w).sum())(x)
     with pytest.raises(SecondDerivativeError, match=r"torch\.func"):
         torch.vmap(lambda x: ltt.functional.linear(x[None], w))(x)
+    with pytest.raises(SecondDerivativeError, match=r"is_grads_batched=True .* linear"):
+        torch.autograd.grad(y, x, torch.ones(2, 3, 5), is_grads_batched=True)
 
 
 @pytest.mark.parametrize(
@@ -361,6 +363,7 @@ def test_second_derivatives_and_transforms_are_refused() -> None:
         ),
         ({"bias": torch.ones(6, device="meta")}, DeviceError, "bias is on meta but x on cpu"),
         ({"weight": torch.ones(6, 8).to_sparse()}, LayoutError, "weight is torch.sparse_coo"),
+        ({"x": torch.nested.nested_tensor([torch.ones(3, 8)], layout=torch.jagged)}, LayoutError, "x is torch.jagged"),
         ({"activation": "swish"}, ArgumentError, "activation is 'swish'"),
         ({"dropout": 1.0}, ArgumentError, "dropout is 1.0"),
         ({"negative_slope": float("nan")}, ArgumentError, "negative_slope is nan"),
