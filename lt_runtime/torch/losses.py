@@ -90,7 +90,8 @@ class LinearCrossEntropy(Operator):
         x, (*_, is_half, needs, training) = operands[0], options
         dtype = torch.float32 if is_half else x.dtype
         pairs = zip(operands[:3], needs, strict=True)
-        made = [torch.empty_like(each, dtype=dtype) if need and training else x.new_empty(0) for each, need in pairs]
+        empty = x.new_empty(0, dtype=dtype)
+        made = [torch.empty_like(each, dtype=dtype) if need and training else empty.clone() for each, need in pairs]
         return [x.new_empty((), dtype=_loss_type(x)), *made]
 
     def compute(self, operands: Tensors, options: Options) -> list[Tensor]:
@@ -110,10 +111,10 @@ class LinearCrossEntropy(Operator):
         losses = x.new_zeros(-(-rows // chunk), dtype=exact)
         dtype = exact if is_half else x.dtype
         summed = exact if len(losses) > 1 else dtype  # the type of sums over chunks
-        empty = torch.empty_like if rows else torch.zeros_like
+        empty, wanted = torch.empty_like if rows else torch.zeros_like, [need and training for need in needs]
         dx, dw, db = [
-            empty(each, dtype=kind) if need and training else None
-            for each, need, kind in zip((x, weight, bias), needs, (dtype, summed, summed), strict=True)
+            empty(each, dtype=kind) if want else x.new_empty(0, dtype=kind)
+            for each, want, kind in zip((x, weight, bias), wanted, (dtype, summed, summed), strict=True)
         ]
         logits = x.new_empty((min(chunk, rows), columns_of(classes)))[:, : len(weight)]
         for i, start in enumerate(range(0, rows, chunk)):
@@ -124,17 +125,15 @@ class LinearCrossEntropy(Operator):
             own = z[:, :classes]
             arrays = own, labels[part], own, losses[i], None, None, row_weights
             _evaluate(arrays, ignore_index=None, label_smoothing=smoothing)
-            if dx is not None:
+            if wanted[0]:
                 _multiply(z, weight, dx[part])
-            if dw is not None:
+            if wanted[1]:
                 _multiply(z.t(), x[part], dw, adds=i > 0)
-            if db is not None:
+            if wanted[2]:
                 db = z.sum(0, dtype=summed) + (db if i else 0)
         z = own = logits = None  # frees the chunk's logits before the rounded gradients are allocated
-        dw, db = [None if each is None else each[:classes] for each in (dw, db)]
-        made = [None if each is None else each.div_(after) if is_half else each.to(dtype) for each in (dx, dw, db)]
-        loss = torch.where(count > 0, losses.sum() / after, math.nan)
-        return [loss, *[x.new_empty(0) if each is None else each for each in made]]
+        made = [each.div_(after) if is_half else each.to(dtype) for each in (dx, dw[:classes], db[:classes])]
+        return [torch.where(count > 0, losses.sum() / after, math.nan), *made]
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """See `Operator`."""

@@ -24,7 +24,7 @@ from lt_runtime.gpu.devices import check_fp8
 from lt_runtime.nn.linear import scales_of
 from lt_runtime.tables import rendered, table
 from lt_runtime.torch.fp8 import Precision, set_precision
-from lt_runtime.torch.kinds import KINDS, Kind, full_name, name_of, sequence, unusual
+from lt_runtime.torch.kinds import KINDS, full_name, name_of, sequence, unusual
 from lt_runtime.torch.losses import cross_entropy
 from lt_runtime.torch.tensors import DTYPES, Tensor
 
@@ -145,22 +145,31 @@ def replace(model: Any, example_inputs: Any = None, *, precision: Precision = No
     if scales_of(precision):
         for ordinal in {each.get_device() for each in model.parameters() if each.is_cuda}:
             check_fp8(ordinal)
-    races: dict[Any, tuple[float, float]] = {}
-    declined: dict[Any, Replacement] = {}
-    while True:
-        sites, entries = _sites_of(model, declined)
-        inputs = {} if example_inputs is None else _inputs_of(model, sites, example_inputs)
-        decided = {each: _decided(name, each, inputs.get(each), races, precision) for each, name in sites.items()}
-        slower = {module: each for module, each in decided.items() if not each.replaced}
-        if not slower:
-            break
-        # If a block is slower as a whole, its parts are measured one by one, because they may be faster.
-        declined |= slower
-    for module, each in decided.items():
+    named = [(name, module, _why_not(module)) for name, module in model.named_modules()]
+    able = [module for _, module, why in named if not why]
+    inputs = {} if example_inputs is None else _inputs_of(model, able, example_inputs)
+    entries, chosen = dict[str, Replacement](), list[Any]()
+    races, absorbed = dict[Any, tuple[float, float]](), set[int]()
+    for name, module, why in named:  # a block comes before its parts, of which each is looked at if the block stays
+        kind, label = KINDS.get(name_of(module)), type(module).__name__
+        if id(module) in absorbed:
+            continue
+        if why:
+            entry = Replacement(name, label, False, why)
+        elif isinstance(module, _Replaced):
+            entry = Replacement(name, label, True, "it was replaced before")
+        else:
+            entry = _decided(name, module, inputs.get(module), races, precision)
+            chosen += [module] if entry.replaced else []
+        if kind and entry.replaced:
+            absorbed |= {id(part) for part in kind.absorbed(module)}
+        if not why or (kind and kind.read is not sequence) or [*module.parameters(recurse=False)]:
+            entries[name] = entry
+    for module in chosen:
         own: Any = type(module)
         for layer in _layers_of(module) if precision else ():
             set_precision(layer, precision)
-        entries[each.name], module.__class__ = each, _class_of(own)
+        module.__class__ = _class_of(own)
     for name, module in model.named_modules():
         loss_name = getattr(getattr(module, "loss_function", None), "__name__", "")
         if type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")) and loss_name in _LOSSES:
@@ -208,29 +217,9 @@ def causal_loss(
     return loss.float() if num_items_in_batch is None else loss.float() / num_items_in_batch
 
 
-def _sites_of(model: Any, declined: dict[Any, Replacement]) -> tuple[dict[Any, str], dict[str, Replacement]]:
-    """The names of modules that can be replaced, and the report's entries for these and for others with parameters."""
-    sites, entries, absorbed = {}, {}, set[int]()
-    for name, module in model.named_modules():
-        kind = KINDS.get(name_of(module))
-        if id(module) in absorbed:
-            continue
-        if module in declined:
-            entries[name] = declined[module]
-            continue
-        why = _why_not(module, kind)
-        if kind is not None and not why:
-            absorbed |= {id(part) for part in kind.absorbed(module)}
-            entries[name] = Replacement(name, type(module).__name__, True, "it was replaced before")
-            if not isinstance(module, _Replaced):
-                sites[module] = name
-        elif (kind and kind.read is not sequence) or [*module.parameters(recurse=False)]:
-            entries[name] = Replacement(name, type(module).__name__, False, why)
-    return sites, entries
-
-
-def _why_not(module: Any, kind: Kind | None) -> str:
+def _why_not(module: Any) -> str:
     """Why a module cannot be replaced; "" if it can be."""
+    kind = KINDS.get(name_of(module))
     if kind is None:
         known = [base.__name__ for base in type(module).__mro__ if full_name(base) in KINDS]
         return f"a subclass of {known[0]} may compute something else" if known else "the package has nothing for it"
