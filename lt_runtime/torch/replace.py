@@ -151,18 +151,12 @@ def replace(model: Any, example_inputs: Any = None, *, precision: Precision = No
     entries, chosen = dict[str, Replacement](), list[Any]()
     races, absorbed = dict[Any, tuple[float, float]](), set[int]()
     for name, module, why in named:  # a block comes before its parts, of which each is looked at if the block stays
-        kind, label = KINDS.get(name_of(module)), type(module).__name__
         if id(module) in absorbed:
             continue
-        if why:
-            entry = Replacement(name, label, False, why)
-        elif isinstance(module, _Replaced):
-            entry = Replacement(name, label, True, "it was replaced before")
-        else:
-            entry = _decided(name, module, inputs.get(module), races, precision)
-            chosen += [module] if entry.replaced else []
+        kind, entry = KINDS.get(name_of(module)), _decided(name, module, why, inputs.get(module), races, precision)
         if kind and entry.replaced:
             absorbed |= {id(part) for part in kind.absorbed(module)}
+            chosen += [] if isinstance(module, _Replaced) else [module]
         if not why or (kind and kind.read is not sequence) or [*module.parameters(recurse=False)]:
             entries[name] = entry
     for module in chosen:
@@ -234,10 +228,12 @@ def _layers_of(module: Any) -> list[Any]:
 
 
 def _decided(
-    name: str, module: Any, inputs: Any, races: dict[Any, tuple[float, float]], precision: Precision
+    name: str, module: Any, why_not: str, inputs: Any, races: dict[Any, tuple[float, float]], precision: Precision
 ) -> Replacement:
     """Decides whether a module is replaced; equal modules share one measurement."""
     label = type(module).__name__
+    if why_not or isinstance(module, _Replaced):
+        return Replacement(name, label, not why_not, why_not or "it was replaced before")
     if not inputs or not all(each.is_cuda and each.is_floating_point() for each in inputs):
         return Replacement(name, label, True, "not measured")
     parameters = [(each.shape, each.dtype, each.requires_grad) for each in module.parameters()]
