@@ -64,6 +64,7 @@ def linear(
         and there is no activation, dropout or `add`: then y's rows begin at multiples of 8 elements, to save copies.
 
     Raises:
+        KindError: an operand is no tensor.
         OperandError: shapes, types, devices or layouts that do not fit.
         ArgumentError: an unknown activation; `dropout` outside [0, 1).
         SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func`.

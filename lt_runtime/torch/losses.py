@@ -175,7 +175,7 @@ def cross_entropy(
             after C they are copied once.
         target: classes (N), (N, d1, ...) or (), int64 or int32, in [0, C), or `ignore_index`. A class that is out of
             range makes the loss NaN on a GPU.
-        weight: (C,), a factor for each class, not negative.
+        weight: (C,), a factor for each class, not negative; it gets no gradient.
         ignore_index: elements with this target are left out.
         reduction: "mean" or "sum".
         label_smoothing: in [0, 1].

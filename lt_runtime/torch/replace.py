@@ -10,7 +10,7 @@ import contextlib
 import functools
 import re
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
@@ -127,9 +127,9 @@ def replace(model: Any, example_inputs: Any = None, *, precision: Precision = No
 
     Args:
         model: a `torch.nn.Module`.
-        example_inputs: what the model is called with: a tensor, a tuple of positional arguments, or a dict of keyword
-            arguments. With them the modules on a GPU are measured, forward and backward, and those that would become
-            slower are not replaced. Without them, every module that can be replaced is.
+        example_inputs: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of
+            keyword arguments. With them the modules on a GPU are measured, forward and backward, and those that would
+            become slower are not replaced. Without them, every module that can be replaced is.
         precision: "fp8", or an `lt.FP8`, to train the linear layers of replaced modules with products in FP8; None
             otherwise. Layers that were replaced before stay as they are. Each layer gets an `lt.FP8State` as `scales`,
             and its state_dict has entries with the prefix "fp8_"; see `Linear`.
@@ -265,7 +265,7 @@ def _inputs_of(model: Any, sites: Iterable[Any], example_inputs: Any) -> dict[An
         restored.enter_context(torch.random.fork_rng(devices=devices))
         restored.enter_context(torch.no_grad())
         model.eval()
-        if isinstance(example_inputs, dict):
+        if isinstance(example_inputs, Mapping):
             model(**example_inputs)
         else:
             model(*example_inputs if isinstance(example_inputs, (tuple, list)) else [example_inputs])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -339,6 +340,14 @@ def test_modules_that_are_slower_in_a_measurement_are_not_replaced(monkeypatch: 
     assert [line.split()[:5] for line in str(report).splitlines() if "Linear" in line] == [
         ["*.*", "4", "Linear", "yes", "faster"]
     ]
+
+
+@pytest.mark.parametrize("kind", [dict, UserDict])
+def test_example_inputs_may_be_keyword_arguments(kind: Any) -> None:
+    model, seen = gpt2(), []
+    model.register_forward_pre_hook(lambda _, __, given: seen.append(given), with_kwargs=True)
+    ltt.replace(model, kind(input_ids=IDS))
+    assert [each["input_ids"] is IDS for each in seen] == [True]
 
 
 def test_the_measurement_restores_a_module_whose_call_fails(monkeypatch: pytest.MonkeyPatch) -> None:
