@@ -139,18 +139,18 @@ def _ascend(options: Options, operands: Tensors, buffers: Tensors = (), *, train
         trains: whether the plan of each layer decides what is kept for backward.
 
     Returns:
-        For each layer its output; or the pair of output and context if it has a buffer for the pre-activation, and with
-        `trains`.
+        The last layer's output; with `trains` the pair of output and context of each layer.
     """
     x, add, key, *parameters = operands
-    made, last, compute = [], len(options[0]) - 1, compute_of(x.dtype)
+    made, last, compute = list[Any](), len(options[0]) - 1, compute_of(x.dtype)
     for i, (activation, slope, p) in enumerate(zip(*options, strict=True)):
         out, z = buffers[i] if buffers else (None, None)
         arrays = x, parameters[2 * i], parameters[2 * i + 1], out, z, add if i == last else None
         keeps = trains or z is not None
         chosen = activation, slope, p, compute, False, keeps
-        made.append(perform(FORWARD, arrays, chosen, (masks_of(p, i, key), None), None))
-        x = made[i][0] if keeps else made[i]
+        result = perform(FORWARD, arrays, chosen, (masks_of(p, i, key), None), None)
+        x = result[0] if keeps else result
+        made = [*made, result] if trains else [x]
     return made
 
 

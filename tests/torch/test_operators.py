@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ import lt_runtime as lt
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, KindError, LayoutError, ShapeError
 from lt_runtime.ops import first_use
-from lt_runtime.torch import operators
+from lt_runtime.torch import linear, operators
 from lt_runtime.torch.functional import linear_layers
 from lt_runtime.torch.operators import SecondDerivativeError
 
@@ -325,6 +326,21 @@ def test_memory_that_backward_needs_is_watched(place: Any) -> None:
         y.sum().backward()
     with torch.inference_mode():
         assert ltt.functional.linear(x, w, activation="gelu").is_inference()
+
+
+def test_inference_frees_hidden_outputs(pretended_gpu: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, alive, perform = list[Any](), list[int](), linear.perform
+
+    def watched(*arguments: Any) -> Any:
+        alive.append(sum(each() is not None for each in made))
+        y = perform(*arguments)
+        made.append(weakref.ref(y))
+        return y
+
+    monkeypatch.setattr(linear, "perform", watched)
+    with torch.no_grad():
+        ltt.MLP([8] * 5)(torch.ones(2, 8))
+    assert alive == [0, 1, 1, 1]
 
 
 def test_a_second_backward_finds_what_the_first_has_read(place: Any) -> None:
