@@ -119,12 +119,12 @@ class LinearCrossEntropy(Operator):
         logits = x.new_empty((min(chunk, rows), columns_of(classes)))[:, : len(weight)]
         for i, start in enumerate(range(0, rows, chunk)):
             part, z = slice(start, start + chunk), logits[: rows - start]
-            row, matrix, vector, out = placed((x[part], weight, bias, z))
-            linear(row, matrix, vector, compute=compute_of(x.dtype), out=out)
-            row_weights = weights[part] * len(z)  # `lt.cross_entropy` divides by the number of rows that it gets
+            linear(*placed((x[part], weight, bias)), compute=compute_of(x.dtype), out=placed([z])[0])
+            of_rows = weights[part] * len(z)  # `lt.cross_entropy` divides by the number of rows that it gets
             own = z[:, :classes]
-            arrays = own, labels[part], own, losses[i], None, None, row_weights
-            _evaluate(arrays, ignore_index=None, label_smoothing=smoothing)
+            _evaluate(
+                (own, labels[part], own, losses[i], None, None, of_rows), ignore_index=None, label_smoothing=smoothing
+            )
             if wanted[0]:
                 _multiply(z, weight, dx[part])
             if wanted[1]:

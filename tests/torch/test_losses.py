@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
@@ -261,6 +262,24 @@ def test_the_last_backward_pass_scales_the_gradients_in_place(path: str) -> None
     torch.testing.assert_close(first, last, rtol=0, atol=0)
     assert [each.data_ptr() for each in last] == kept
     assert not {each.data_ptr() for each in first} & {*kept}
+
+
+def test_logits_are_freed_before_gradients_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, alive, where = (
+        128,
+        list[bool](),
+        torch.where,
+    )  # the last call of `where` comes after the gradients are rounded
+    x, weight = leaves((2 * rows, 16), (40, 16), dtype=torch.bfloat16)
+
+    def watched(*arguments: Any) -> Any:
+        sizes = [each.untyped_storage().nbytes() for each in gc.get_objects() if type(each) is torch.Tensor]
+        alive.append(rows * len(weight) * x.itemsize in sizes)
+        return where(*arguments)
+
+    monkeypatch.setattr(torch, "where", watched)
+    linear_cross_entropy(x, weight, labels_for((2 * rows,), 40), chunk=rows)
+    assert not alive[-1]
 
 
 X, W, T = torch.ones(8, 6), torch.ones(5, 6), torch.zeros(8, dtype=torch.int64)
