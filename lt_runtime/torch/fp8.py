@@ -243,7 +243,7 @@ class _Fp8Gated(torch.autograd.Function):
             _, made, _ = forward_of_several(state, None, call)
             source = made if shares else None
             _keep(ctx.records, kept, made, weight)
-        del source, made  # frees x in FP8, which nothing reads any more
+        del source, made, call  # frees x in FP8, which nothing reads any more
         below, a = None, h
         if applies_prologue(scales[2], h):
             below = GatedContext(h, Activation.of(activation, slope), p, ctx.masks)

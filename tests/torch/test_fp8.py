@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import lt_runtime as lt
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError, KindError, OperandError
+from lt_runtime.torch import fp8
 
 
 def exact(tensor: Any, scale: float, dtype: Any) -> Any:
@@ -276,6 +278,20 @@ def test_a_gated_block_in_bfloat16_casts_hidden_values_and_their_gradients_at_on
     assert found["at once"][1] == found["no gradients"][1] == found["neither"][1]
     differ = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(made, found["at once"][0], strict=True)]
     assert 0 < max(differ) < 0.1
+
+
+def test_a_gated_block_frees_x_in_fp8_before_its_last_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    casts, alive, forward = list[Any](), list[list[bool]](), fp8.forward_of_several
+
+    def watched(*arguments: Any) -> Any:
+        alive.append([each() is not None for each in casts])
+        made = forward(*arguments)
+        casts.extend([] if made[1].x8 is None else [weakref.ref(made[1].x8)])
+        return made
+
+    monkeypatch.setattr(fp8, "forward_of_several", watched)
+    ltt.FeedForward(64, 32, gated=True, precision="fp8")(torch.randn(32, 64))
+    assert alive == [[], [True], [False, False]]  # both layers have the same x in FP8
 
 
 @pytest.mark.parametrize("gated", [False, True])
