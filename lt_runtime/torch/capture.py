@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from lt_runtime.arguments import integer, shown
+from lt_runtime.arguments import flag, integer, shown
 from lt_runtime.errors import ArgumentError, CaptureError, KindError, LayoutError, LtError, OperandError
 from lt_runtime.gpu.graphs import no_collection
 from lt_runtime.nn.run import Met
@@ -77,7 +77,7 @@ def capture(
 
     Raises:
         ArgumentError: `keep` or `warm_up` is less than 1.
-        KindError: `step` is not callable.
+        KindError: `step` is not callable; `tune` is neither a bool nor None.
         OperandError: see `CapturedStep`.
     """
     if not callable(step):
@@ -85,6 +85,7 @@ def capture(
     for name, value in (("keep", keep), ("warm_up", warm_up)):
         if integer(name, value) < 1:
             raise ArgumentError(f"{name} is {value}; it must be at least 1")
+    tune = None if tune is None else flag("tune", tune)
     leaves, _ = pytree.tree_flatten(example_batch)
     _forms(leaves, example_batch)
     device = _gpu_of(leaves)

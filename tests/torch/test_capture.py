@@ -375,6 +375,7 @@ def test_a_step_that_compiles_in_each_call_is_told_so(pools: list[Any], monkeypa
 BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "no function": (lambda: ltt.capture(3), KindError, "step is 3; it must be a function"),
     "keep": (lambda: ltt.capture(len, keep=0), ArgumentError, "keep is 0; it must be at least 1"),
+    "tune": (lambda: ltt.capture(len, tune="off"), KindError, "tune is 'off'"),  # type: ignore[arg-type]
     "warm_up": (lambda: ltt.capture(len, warm_up=0), ArgumentError, "warm_up is 0"),
     "array": (lambda: ltt.capture(len, [np.ones(2)]), OperandError, r"batch\[0\]\[0\] is array"),
     "number": (lambda: ltt.capture(len)({"x": 1.5}), OperandError, r"batch\[0\]\['x'\] is 1.5; accepted are tensors"),

@@ -98,9 +98,12 @@ def test_other_sizes_and_calls_without_gradients_stay_in_their_own_type(rows: in
     layer = ltt.Linear(64, columns, activation="gelu", precision="fp8")
     plain, x = ltt.Linear(64, columns, activation="gelu"), torch.randn(rows, 64)
     plain.load_state_dict(layer.state_dict())
-    with torch.no_grad():
-        assert torch.equal(layer(x), plain(x))
-    assert torch.equal(layer(x), plain(x)) == (rows == 8 or columns == 24)
+    block, twin = (ltt.FeedForward(64, columns, gated=True, precision=each) for each in ("fp8", None))
+    twin.load_state_dict(block.state_dict())
+    for ours, theirs in ((layer, plain), (block, twin)):
+        with torch.no_grad():
+            assert torch.equal(ours(x), theirs(x))
+        assert torch.equal(ours(x), theirs(x)) == (rows == 8 or columns == 24)
 
 
 @pytest.mark.parametrize(
