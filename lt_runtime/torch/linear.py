@@ -94,7 +94,8 @@ class LinearLayers(Operator):
         # A layer that keeps no pre-activation z is planned as for inference: a plan for training could keep a mask
         # instead of y.
         zs = [next(kept, None) if kind is Saved.PREACTIVATION else None for kind in kinds]
-        _ascend(options[:3], placed(operands), list(zip(outs, zs, strict=True)))
+        x, add, key, *parameters = placed(operands)
+        _ascend(options[:3], x, add, key, parameters, list(zip(outs, zs, strict=True)), None)
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """See `Operator`: key, the weights, x, the hidden outputs, y, and pre-activations; None for unneeded ones.
@@ -131,27 +132,29 @@ class LinearLayers(Operator):
         _descend(dy, ys, weights, kept, layers, key, (needs[0], *needs[3:]), (dx, *others))
 
 
-def _ascend(options: Options, operands: Tensors, buffers: Tensors = (), *, trains: bool = False) -> list[Any]:
-    """Runs layers one after another.
+def _ascend(options: Options, x: Any, add: Any, key: Any, parameters: Tensors, buffers: Any, kept: Any) -> Any:
+    """Runs layers one after another; returns the last one's output.
 
     Args:
-        buffers: for each layer, buffers for its output and its pre-activation, each or None; () for new outputs.
-        trains: whether the plan of each layer decides what is kept for backward.
-
-    Returns:
-        The last layer's output; with `trains` the pair of output and context of each layer.
+        buffers: for each layer, buffers for its output and its pre-activation, each or None; None for new outputs.
+        kept: three lists, which get the `Layer`, the output and the saved tensor of each layer, whose plan then decides
+            what is saved for backward; or None.
     """
-    x, add, key, *parameters = operands
-    made, last, compute = list[Any](), len(options[0]) - 1, compute_of(x.dtype)
+    last, compute = len(options[0]) - 1, compute_of(x.dtype)
     for i, (activation, slope, p) in enumerate(zip(*options, strict=True)):
-        out, z = buffers[i] if buffers else (None, None)
+        out, z = (None, None) if buffers is None else buffers[i]
         arrays = x, parameters[2 * i], parameters[2 * i + 1], out, z, add if i == last else None
-        keeps = trains or z is not None
+        keeps = kept is not None or z is not None
         chosen = activation, slope, p, compute, False, keeps
-        result = perform(FORWARD, arrays, chosen, (masks_of(p, i, key), None), None)
-        x = result[0] if keeps else result
-        made = [*made, result] if trains else [x]
-    return made
+        x = perform(FORWARD, arrays, chosen, (masks_of(p, i, key), None), None)
+        if keeps:
+            x, context = x
+        if kept is not None:
+            layers, outputs, saved = kept
+            layers.append(context.layer)
+            outputs.append(x)
+            saved.append(context.saved)
+    return x
 
 
 def _descend(
@@ -202,11 +205,11 @@ class _OnGpu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:
         """y, the output of the last layer."""
-        ys, contexts = zip(*_ascend(options, (as_rows(x), add, key, *parameters), trains=True), strict=True)
-        ctx.layers, ctx.is_tuning = [each.layer for each in contexts], is_tuning()
-        kept_x = x if len(ys) > 1 or ctx.needs_input_grad[4] else None
-        ctx.save_for_backward(key, *parameters[::2], kept_x, *ys[:-1], *[each.saved for each in contexts])
-        return ys[-1]
+        kept: Any = [], [x if len(options[0]) > 1 or ctx.needs_input_grad[4] else None], []
+        y = _ascend(options, as_rows(x), add, key, parameters, None, kept)
+        (ctx.layers, xs, saved), ctx.is_tuning = kept, is_tuning()
+        ctx.save_for_backward(key, *parameters[::2], *xs[:-1], *saved)
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
@@ -230,7 +233,7 @@ _apply_on_gpu: Final = applied(_OnGpu, "linear")
 
 def _infer(options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:
     """Computes y on a GPU without keeping anything for backward."""
-    return _ascend(options, (as_rows(x), add, key, *parameters))[-1]
+    return _ascend(options, as_rows(x), add, key, parameters, None, None)
 
 
 def masks_of(p: float, layer: int, key: Any) -> Philox | None:
