@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, Self
 
 import numpy as np
@@ -369,6 +369,13 @@ class Pass:
         """Whether CUDA or CuPy has raised an error because this pass's stream is being captured."""
         is_forbidden = type(error) is RuntimeError or getattr(error, "status", 0) in _FORBIDDEN
         return is_forbidden and isinstance(self.stream, int) and self.stream != 0 and is_capturing(self.stream)
+
+    def check_written(self, parameters: Iterable[Parameter]) -> None:
+        """Raises `ArgumentError` if no backward has asked for the gradient of one of the parameters."""
+        for each in parameters:
+            if id(each.owner) not in self._written:
+                found = f"no backward has written the gradient of {each.name}, which would keep its last values"
+                raise ArgumentError(f"{found}: write into run.grad(parameter), or leave it out of the optimizer")
 
     def finish(self) -> None:
         """Raises `ArgumentError` if a block's backward has not run."""

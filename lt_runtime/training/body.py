@@ -214,11 +214,15 @@ class StepBody:
         self._in_parts: StepInParts | None = None
         self.arity: int | None = None
         self._places = len(model.layers) if isinstance(model, MLP) else PLACES
-        trained = {id(each) for each in optimizer.parameters}
+        # An optimizer may have parameters of its own that share the arrays of the model's.
+        trained = {id(each.grad) for each in optimizer.parameters}
         self.scales = [block.scales for block in model.blocks() if isinstance(block, Linear) and block.scales]
         self._skipped = optimizer.skipped if self.scales else None
-        self._frozen = [each for each in model.parameters() if id(each) not in trained]
-        self._known = {id(each) for each in model.parameters()}
+        parameters = model.parameters()
+        self._trained, self._frozen = (
+            [each for each in parameters if (id(each.grad) in trained) == is_trained] for is_trained in (True, False)
+        )
+        self._known = {id(each) for each in parameters}
         self._last = None if loss.elementwise is None or model.device.ordinal is None else _last_linear(model)
 
     def sum_for_owners(self) -> None:
@@ -502,6 +506,7 @@ class StepBody:
                 else:
                     model.backward(held.pop(), run)
                     run.finish()
+                    run.check_written(self._trained)
                     run.join()
 
     def _compute(self, run: Pass, target: Any, weights: Sequence[Any]) -> Callable[..., tuple[Any, Any]]:

@@ -176,6 +176,19 @@ def test_a_part_that_no_optimizer_could_train_is_refused() -> None:
         step(x, x)
 
 
+def test_a_gradient_that_no_backward_writes_is_refused() -> None:
+    class Scaled(_View):
+        """Forgets the gradient of its scale."""
+
+        def __init__(self) -> None:
+            self.scale = lt.LayerNorm(4, bias=False, **CPU).weight
+
+    model, x = lt.Chain(lt.Linear(4, 4, **CPU), Scaled()), np.ones((2, 4), np.float32)
+    with pytest.raises(ArgumentError, match=r"no backward has written the gradient of 1.scale"):
+        lt.TrainStep(model, lt.AdamW(model.parameters()), loss="mse")(x, x)
+    lt.TrainStep(model, lt.AdamW(model.sequence[0].parameters()), loss="mse")(x, x)
+
+
 def test_a_block_may_not_contain_itself() -> None:
     model = lt.Chain(inner := _Returns(y=True))
     inner.around = {"up": model}

@@ -161,6 +161,7 @@ def test_parameters_that_the_optimizer_has_not_are_frozen() -> None:
     step(*batch(0))
     moved = [bool((each.data != old).any()) for each, old in zip(model.parameters(), before, strict=True)]
     assert moved == [False, False, True, True]
+    assert [bool(each.grad.any()) for each in model.parameters()] == moved
 
 
 def test_an_array_replaced_before_the_step_was_made() -> None:
