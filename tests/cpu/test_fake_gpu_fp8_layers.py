@@ -341,6 +341,14 @@ def test_a_capture_outlives_what_it_does_not_allow(gpu: FakeGpu) -> None:
         capture(forward, "no plan yet")
 
 
+@pytest.mark.parametrize(("recipe", "scale", "steps"), [("delayed", 128.0, 16), ("current", 256.0, 1)])
+def test_only_delayed_scales_have_headroom_and_a_history(recipe: Any, scale: float, steps: int) -> None:
+    state = lt.FP8State(lt.FP8(recipe))
+    lt.linear_fwd(X, W, precision=state)
+    assert state.scales["x"] == scale  # 448 is the largest number of E4M3, 1 the largest of X
+    assert state.history.shape == (3, steps)
+
+
 def test_a_state_that_is_refused_leaves_nothing() -> None:
     state = lt.FP8State()
     with pytest.raises(LtError):
