@@ -20,6 +20,8 @@ from lt_runtime.torch.tensors import Tensor, Tensors, check_operands, check_shap
 
 _REDUCTIONS: Final = ("mean", "sum")
 _TENSORS: Final = "out_gradient", "out_loss", "grad_scale", "class_weights", "row_weights"
+_CALLERS: Final = {"labels": "target", "class_weights": "weight"}
+"""PyTorch's names of operands of `lt.cross_entropy`."""
 _CHUNK_BYTES: Final = 1 << 28
 _CHUNK_ROWS: Final = 128
 """The number of rows of a chunk of logits is a multiple of 128, the height of cuBLASLt's tiles."""
@@ -65,7 +67,11 @@ class CrossEntropy(Operator):
     def _run(self, loss: Tensor, gradient: Tensor, operands: Tensors, options: Options, scale: Tensor = None) -> None:
         logits, labels, weight = operands
         arrays = logits, labels, gradient, loss, scale, weight
-        _evaluate(arrays, ignore_index=options[0], label_smoothing=options[1])
+        try:
+            _evaluate(arrays, ignore_index=options[0], label_smoothing=options[1])
+        except ArgumentError as error:  # on the CPU the values of labels and weights are checked
+            operand, _, found = str(error).partition(" ")
+            raise ArgumentError(f"{_CALLERS.get(operand, operand)} {found}") from None
 
 
 class LinearCrossEntropy(Operator):
