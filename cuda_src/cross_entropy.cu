@@ -114,7 +114,6 @@ extern "C" __global__ void __launch_bounds__(256) count_labels(const lt::CountLa
   wait_for_predecessor();
   const int64 thread = static_cast<int64>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64 threads = static_cast<int64>(gridDim.x) * blockDim.x;
-  const LabelCount labels{p.labels, p.wide_labels, p.ignores, p.ignore_index, p.rows, p.cols, p.class_weights};
-  float count = labels.sum(thread, threads);
+  float count = label_count(p).sum(thread, threads);
   if (sum_over_grid(count, p.partial, p.ticket, scratch) && threadIdx.x == 0) *p.counted = count;
 }

@@ -46,9 +46,6 @@ constexpr bool kWeighted = WEIGHTS != 0;
 constexpr bool kSpreads = WEIGHTS == 2;
 constexpr bool kWrites = GRADIENT;  // whether the kernel writes the gradient
 
-__device__ inline int64 label_at(const void* labels, int wide, int64 row) {
-  return wide ? static_cast<const int64*>(labels)[row] : static_cast<const int*>(labels)[row];
-}
 __device__ inline int64 label_at(const CrossEntropyParams& p, int64 row) {
   return label_at(p.labels, p.wide_labels, row);
 }
@@ -85,7 +82,8 @@ struct LabelCount {
   }
 };
 
-__device__ inline LabelCount label_count(const CrossEntropyParams& p) {
+template <class Params>
+__device__ inline LabelCount label_count(const Params& p) {
   return {p.labels, p.wide_labels, p.ignores, p.ignore_index, p.rows, p.cols, p.class_weights};
 }
 

@@ -51,13 +51,16 @@ __device__ inline uint32 to_fp8(float low, float high) {
 #endif
 }
 
-// Multiplies by the scale, and turns infinities into NaN, so that products with them are not finite: `number` times 0 is
-// NaN for infinity, and 0 for finite numbers.
+// Multiplies by the scale, and turns infinities into NaN, so that products with them are not finite: `number` times 0
+// is NaN for infinity, and 0 for finite numbers.
 __device__ inline float scaled(float number, float scale) { return fmaf(number, 0.0f, number * scale); }
 
-// Converts four numbers times the scale to FP8, the first number in the lowest byte.
-__device__ inline uint32 quad_to_fp8(const float* v, float scale) {
-  return to_fp8(scaled(v[0], scale), scaled(v[1], scale)) | to_fp8(scaled(v[2], scale), scaled(v[3], scale)) << 16;
+// Converts four numbers of an octet from number `j` on to FP8, each number i times scale(i), the first in the lowest
+// byte.
+template <class Scale>
+__device__ inline uint32 quad_to_fp8(const Octet& x, int j, Scale scale) {
+  const uint32 low = to_fp8(scaled(x.v[j], scale(j)), scaled(x.v[j + 1], scale(j + 1)));
+  return low | to_fp8(scaled(x.v[j + 2], scale(j + 2)), scaled(x.v[j + 3], scale(j + 3))) << 16;
 }
 
 // Selects four of the eight bytes of two words: hexadecimal digit i of `chosen` is the number of the byte that becomes
@@ -84,20 +87,30 @@ __device__ inline float larger_or_nan(float a, float b) {
 #endif
 }
 
-// Transposes a 4 × 4 block of bytes.
-__device__ inline void transpose(const uint32 (&rows)[4], uint32 (&columns)[4]) {
-  const uint32 left01 = choose_bytes(rows[0], rows[1], 0x5140), right01 = choose_bytes(rows[0], rows[1], 0x7362);
-  const uint32 left23 = choose_bytes(rows[2], rows[3], 0x5140), right23 = choose_bytes(rows[2], rows[3], 0x7362);
-  columns[0] = choose_bytes(left01, left23, 0x5410);
-  columns[1] = choose_bytes(left01, left23, 0x7632);
-  columns[2] = choose_bytes(right01, right23, 0x5410);
-  columns[3] = choose_bytes(right01, right23, 0x7632);
+constexpr int kRun = 16;  // a run: the bytes of a column that a thread stores at once
+
+// Transposes a block of 16 rows and 4 columns of bytes: word(i) returns row i, and runs[j] becomes column j.
+template <class Word>
+__device__ inline void transpose_runs(uint4 (&runs)[4], Word word) {
+  uint32 columns[4][kRun / 4];
+#pragma unroll
+  for (int k = 0; k < kRun / 4; ++k) {
+    const uint32 a = word(4 * k), b = word(4 * k + 1), c = word(4 * k + 2), d = word(4 * k + 3);
+    const uint32 left_ab = choose_bytes(a, b, 0x5140), right_ab = choose_bytes(a, b, 0x7362);
+    const uint32 left_cd = choose_bytes(c, d, 0x5140), right_cd = choose_bytes(c, d, 0x7362);
+    columns[0][k] = choose_bytes(left_ab, left_cd, 0x5410);
+    columns[1][k] = choose_bytes(left_ab, left_cd, 0x7632);
+    columns[2][k] = choose_bytes(right_ab, right_cd, 0x5410);
+    columns[3][k] = choose_bytes(right_ab, right_cd, 0x7632);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) runs[j] = uint4{columns[j][0], columns[j][1], columns[j][2], columns[j][3]};
 }
 
 __device__ inline uint32 larger(uint32 a, uint32 b) { return a > b ? a : b; }
 
-// Raises *amax to the largest `value` of a block's kTileBlock² threads, which are numbered by `self`. No value is negative.
-// Every thread of the block must call it, and between two calls there must be a barrier.
+// Raises *amax to the largest `value` of a block's kTileBlock² threads, which are numbered by `self`. No value is
+// negative. Every thread of the block must call it, and between two calls there must be a barrier.
 __device__ inline void store_amax(float* amax, float value, int self) {
   __shared__ uint32 largest[kTileBlock * kTileBlock / kWarp];
   // Non-negative floats are ordered as their bits are, read as integers, and NaN comes last.
@@ -147,16 +160,10 @@ class Fp8Writer {
   }
 
  protected:
-  // Converts eight numbers, number j times scale(j); see `scaled`.
+  // Converts eight numbers, number i times scale(i).
   template <class Scale>
   static __device__ uint2 convert(const Octet& numbers, Scale scale) {
-    uint32 pairs[kOctet / 2];
-#pragma unroll
-    for (int j = 0; j < kOctet; j += 2) {
-      const float low = numbers.v[j], high = numbers.v[j + 1];
-      pairs[j / 2] = to_fp8(scaled(low, scale(j)), scaled(high, scale(j + 1)));
-    }
-    return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+    return {quad_to_fp8(numbers, 0, scale), quad_to_fp8(numbers, 4, scale)};
   }
 
   // Keeps an octet of row `row` of the tile for `store`.
@@ -164,7 +171,6 @@ class Fp8Writer {
     reinterpret_cast<uint2*>(shared_tile())[row * kTileBlock + (threadIdx.x ^ (swizzle(row / kRun) / 2))] = words;
   }
 
-  static constexpr int kRun = 16;            // a run: the bytes of a column that a thread stores at once
   static constexpr int kRuns = kTile / kRun;  // number of runs in a column of the tile
   static constexpr int kWords = kTile / 4;    // number of 32-bit words in a row of the tile
 
@@ -194,14 +200,8 @@ class Fp8Writer {
   __device__ void store_tile(uint32 block_row) const {
     const int self = threadIdx.y * kTileBlock + threadIdx.x, run = self % kRuns, word = self / kRuns;
     const uint32* first = shared_tile() + run * kRun * kWords + (word ^ swizzle(run));
-    uint32 columns[kRun / 4][4];
-#pragma unroll
-    for (int k = 0; k < kRun / 4; ++k) {
-      uint32 rows[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) rows[i] = first[(4 * k + i) * kWords];
-      transpose(rows, columns[k]);
-    }
+    uint4 runs[4];
+    transpose_runs(runs, [first](int i) { return first[i * kWords]; });
     const uint32 row = block_row + run * kRun;
     const Matrix& m = out_.transposed;
 #pragma unroll
@@ -209,12 +209,12 @@ class Fp8Writer {
       const int64 col = block_col_ + word * 4 + i;
       unsigned char* at = element<unsigned char>(m, col, row);
 #if ALIGNED
-      const uint4 found{columns[0][i], columns[1][i], columns[2][i], columns[3][i]};
-      if (col < out_.cols && row < out_.rows) *reinterpret_cast<uint4*>(at) = found;
+      if (col < out_.cols && row < out_.rows) *reinterpret_cast<uint4*>(at) = runs[i];
 #else
 #pragma unroll
       for (int j = 0; j < kRun; ++j) {
-        if (col < out_.cols && row + j < out_.rows) at[j * m.col_stride] = columns[j / 4][i] >> (8 * (j % 4)) & 0xFF;
+        const unsigned char byte = reinterpret_cast<const unsigned char*>(&runs[i])[j];
+        if (col < out_.cols && row + j < out_.rows) at[j * m.col_stride] = byte;
       }
 #endif
     }

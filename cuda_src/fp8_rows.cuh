@@ -68,8 +68,6 @@ class Fp8ScaleFinder {
   }
 
  private:
-  static __device__ uint32 larger(uint32 a, uint32 b) { return a > b ? a : b; }
-
   static __device__ void raise(float* inverse, uint32 amax_bits) {
     atomicMax(reinterpret_cast<uint32*>(inverse), inverse_scale(amax_bits));
   }

@@ -3,8 +3,9 @@
 // scale of the cast is known, the kernel writes the gradient in SCALAR instead; loss and sums have the same bits in
 // both cases.
 //
-// Compiled for a SCALAR type, a LOSS of losses.cuh, and E5M2 and ALIGNED of fp8.cuh; ALIGNED is always 1.
+// Compiled for a SCALAR type, a LOSS of losses.cuh, and E5M2, see fp8.cuh.
 
+#define ALIGNED 1
 #define WEIGHTED 0
 
 #include "fp8.cuh"

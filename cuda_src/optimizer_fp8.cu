@@ -7,7 +7,10 @@
 // random bits. If the step is skipped, the present weight is written in FP8 again, because the next step needs its
 // largest absolute value.
 //
-// Compiled for RULE, MOMENT and STOCHASTIC, see optimizer.cuh; E5M2 = 0 and ALIGNED = 1, see fp8.cuh.
+// Compiled for RULE, MOMENT and STOCHASTIC, see optimizer.cuh.
+
+#define E5M2 0
+#define ALIGNED 1
 
 #include "fp8.cuh"
 #include "optimizer.cuh"
@@ -36,7 +39,6 @@ constexpr uint32 kThreads = 256;
 constexpr uint32 kWarps = kThreads / kWarp;
 constexpr uint32 kRows = 32;              // with 64 rows an update takes 1 to 2 % longer on an H200
 constexpr uint32 kWords = kWarpTile / 4;  // words of a row of the tile in FP8
-constexpr uint32 kRun = 16;               // a run: the bytes of a transposed row that a thread stores at once
 constexpr uint32 kRuns = kRows / kRun;
 // Launch bounds: blocks that a multiprocessor must hold, as many as possible without spilling registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
@@ -70,8 +72,8 @@ __device__ inline void prefetch(const void* line) {
 #endif
 }
 
-// Starts to load a row, which begins at element `start` of the tile, into the L2 cache. Eight lanes have the lines of one
-// array; v_max of AMSGrad is left out.
+// Starts to load a row, which begins at element `start` of the tile, into the L2 cache. Eight lanes have the lines of
+// one array; v_max of AMSGrad is left out.
 __device__ inline void prefetch_row(const OptimizerChunk& chunk, uint64 start) {
   constexpr uint32 kLine = 128, kLanes = kWarp / 4;
   const uint32 array = threadIdx.x % kWarp / kLanes, at = threadIdx.x % kLanes * kLine;
@@ -102,18 +104,12 @@ __device__ inline uint32 permuted(uint32 word, uint32 run) { return word ^ 16 * 
 __device__ inline void store_transposed(const OptimizerTile& tile, const uint32 (&words)[kRows][kWords]) {
   const uint32 run = threadIdx.x % kRuns, word = threadIdx.x / kRuns;
   if (word >= kWords || run * kRun >= tile.rows) return;
-  uint32 columns[kRun / 4][4];
-#pragma unroll
-  for (uint32 k = 0; k < kRun / 4; ++k) {
-    uint32 rows[4];
-#pragma unroll
-    for (uint32 i = 0; i < 4; ++i) rows[i] = words[run * kRun + 4 * k + i][permuted(word, run)];
-    transpose(rows, columns[k]);
-  }
+  uint4 runs[4];
+  transpose_runs(runs, [&](int i) { return words[run * kRun + i][permuted(word, run)]; });
 #pragma unroll
   for (uint32 i = 0; i < 4; ++i) {
     unsigned char* at = tile.transposed + static_cast<uint64>(word * 4 + i) * tile.transposed_pitch + run * kRun;
-    *reinterpret_cast<uint4*>(at) = uint4{columns[0][i], columns[1][i], columns[2][i], columns[3][i]};
+    *reinterpret_cast<uint4*>(at) = runs[i];
   }
 }
 
@@ -131,8 +127,8 @@ extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) optimizer_fp8(con
   const uint32 first = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const uint64 pitch = entry.pitch;
   wait_for_predecessor();
-  // The first rows are on their way while one thread computes the step's factors, on which the others wait. Prefetching each
-  // later row as well would make an update 4 to 19 % slower.
+  // The first rows are on their way while one thread computes the step's factors, on which the others wait. Prefetching
+  // each later row as well would make an update 4 to 19 % slower.
   if (first < entry.rows) prefetch_row(entry.chunk, first * pitch);
   if (threadIdx.x == 0) step = make_step(p.update, read_progress(p.update, tile.chunk.tensor));
   __syncthreads();
@@ -145,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(256, lt::kBlocks) optimizer_fp8(con
     const Octet w = update_row(p.update, chunk, step, at, chunk.octet + start / kOctet + lane);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const uint32 col = at.index(4 * i), word = quad_to_fp8(w.v + 4 * i, scale);
+      const uint32 col = at.index(4 * i), word = quad_to_fp8(w, 4 * i, [scale](int) { return scale; });
       words[row][permuted(col / 4, row / kRun)] = word;
       *reinterpret_cast<uint32*>(tile.out + start + col) = word;
 #pragma unroll

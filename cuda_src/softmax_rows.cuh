@@ -16,7 +16,7 @@ constexpr uint32 kLanes = ROW_LANES;
 constexpr bool kBlockRows = kLanes == kRowThreads;  // true if a group is a whole block; otherwise it is at most a warp
 
 constexpr uint32 kWarps = kRowThreads / kWarp;
-static_assert(!kBlockRows || (kWarps & (kWarps - 1)) == 0, "a warp reduces what the warps of a block have");
+static_assert(!kBlockRows || (kWarps & (kWarps - 1)) == 0, "one warp adds up the results of all warps of a block");
 
 __device__ inline float exponential(float logit, float max) { return exp2_approx((logit - max) * kLog2E); }
 

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(256) tally(const lt::TallyParams p)
   __syncthreads();
   const uint32 warps = blockDim.x / kWarp;
   for (int64 row = blockIdx.x * warps + threadIdx.x / kWarp; row < p.rows; row += gridDim.x * warps) {
-    const int64 label = p.wide_labels ? static_cast<const int64*>(p.labels)[row] : static_cast<const int*>(p.labels)[row];
+    const int64 label = label_at(p.labels, p.wide_labels, row);
     if (p.ignores && label == p.ignore_index) continue;
     const bool is_right = is_first_largest(p, row, label);
     if (threadIdx.x % kWarp != 0) continue;

@@ -23,6 +23,11 @@ struct Tally {
   int first;          // whether this is the first part of its step
 };
 
+// The label of a row; labels are int64 if `wide`, otherwise int32.
+__device__ inline int64 label_at(const void* labels, int wide, int64 row) {
+  return wide ? static_cast<const int64*>(labels)[row] : static_cast<const int*>(labels)[row];
+}
+
 // Adds a part's loss to the tally. One thread of a grid calls it.
 __device__ inline void add_loss(const Tally& tally, float loss) {
   TallyState& state = *tally.state;

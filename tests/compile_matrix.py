@@ -27,7 +27,7 @@ from lt_runtime.kernels.kernel import SCALAR, define
 from lt_runtime.kernels.losses import LOSSES, summed_loss_macros
 from lt_runtime.kernels.narrow import _DERIVATIVES, _SHARED_ROWS, MAX_WIDTH, narrow_macros
 from lt_runtime.kernels.norm import Norm, Width, norm_macros
-from lt_runtime.kernels.optimizer import fp8_update_macros, update_macros
+from lt_runtime.kernels.optimizer import update_macros
 from lt_runtime.kernels.tile_matmul import tile_macros
 from lt_runtime.kernels.tiling import Access
 from lt_runtime.layout import Order, packed
@@ -259,8 +259,8 @@ def _backward_variants(problem: MLPProblem, loss: str | None = None) -> Iterator
 
 VARIANTS: Final = (
     *(
-        Variant(source, make(rule, moments, stochastic=stochastic))
-        for source, make in (("optimizer.cu", update_macros), ("optimizer_fp8.cu", fp8_update_macros))
+        Variant(source, update_macros(rule, moments, stochastic=stochastic))
+        for source in ("optimizer.cu", "optimizer_fp8.cu")
         for rule in (rules.SGD(), rules.SGD(momentum=0.9), rules.Lion(), rules.AdamW(), rules.AMSGrad())
         for moments in ((DType.FLOAT32, DType.BFLOAT16) if rule.moments else (DType.FLOAT32,))
         for stochastic in (False, True)

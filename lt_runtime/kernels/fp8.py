@@ -283,7 +283,7 @@ class CastGatedPass:
 
 def loss_fp8_macros(scalar: DType, dtype: str, loss: str) -> Macros:
     """The preprocessor definitions of loss_fp8.cu."""
-    return define(SCALAR=scalar, LOSS=LOSSES[loss], E5M2=dtype == "float8_e5m2", ALIGNED=True)
+    return define(SCALAR=scalar, LOSS=LOSSES[loss], E5M2=dtype == "float8_e5m2")
 
 
 class LossCastPass:

@@ -135,11 +135,6 @@ def update_macros(rule: Rule, moments: DType, *, stochastic: bool) -> Macros:
     return define(RULE=name, MOMENT=moments if rule.moments else DType.FLOAT32, STOCHASTIC=stochastic)
 
 
-def fp8_update_macros(rule: Rule, moments: DType, *, stochastic: bool) -> Macros:
-    """The definitions that the update of weights with copies in FP8 is compiled under; see `update_macros`."""
-    return update_macros(rule, moments, stochastic=stochastic) + define(E5M2=False, ALIGNED=True)
-
-
 def update_tiling(rows: int) -> Tiling:
     """The blocks and threads of an update whose table has `rows` rows."""
     return Tiling((rows * _UPDATE_BLOCKS, 1), (UPDATE_THREADS, 1))

@@ -162,7 +162,7 @@ class Bucket:
             stochastic = any("master" not in s and p.dtype is torch.bfloat16 for p, s in self.states.items())
             options: Any = {"rule": rule, "moments": self.moments, "stochastic": stochastic}
             if in_fp8:
-                macros, both = kernels.fp8_update_macros(**options), kernels.UPDATE_FP8.params(params)
+                macros, both = kernels.update_macros(**options), kernels.UPDATE_FP8.params(params)
                 made = kernels.launches_by_row(kernels.UPDATE_FP8, both, rows, device, macros)
             else:
                 macros, params.tickets = kernels.update_macros(**options), start + len(_STATE) * size

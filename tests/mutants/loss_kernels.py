@@ -131,11 +131,6 @@ FAULTS: Final[Table] = {
             "if (ignores && label == ignored && !class_weights) return 0.0f;",
             f"{_LOSS}::test_weights_of_many_rows_and_classes[(1030, 17)-0.0-classes]",
         ),
-        "wide labels are read as narrow ones": (
-            "return wide ? static_cast<const int64*>(labels)[row]",
-            "return wide && row < 0 ? static_cast<const int64*>(labels)[row]",
-            "tests/host_kernels/test_loss.py::test_labels_far_out_of_range[7-apart-2147483647]",
-        ),
         "two ignored labels in a thread's four count": (
             "if (row < rows) count += of(label_at(labels, wide, row));",
             "if (row < rows) count += k > 1 ? 1.0f : of(label_at(labels, wide, row));",
@@ -213,6 +208,11 @@ FAULTS: Final[Table] = {
         ),
     },
     "cuda_src/tally.cuh": {
+        "wide labels are read as narrow ones": (
+            "return wide ? static_cast<const int64*>(labels)[row]",
+            "return wide && row < 0 ? static_cast<const int64*>(labels)[row]",
+            "tests/host_kernels/test_loss.py::test_labels_far_out_of_range[7-apart-2147483647]",
+        ),
         "the part that rounding has cut off is forgotten": (
             "state.rest = (sum - state.loss) - term;",
             "state.rest = 0.0f;",

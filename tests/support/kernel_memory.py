@@ -85,7 +85,7 @@ class KernelCall(NamedTuple):
         found = list[Touch]()
         for path, owner, pointer in pointers(self.params):
             # Without partial sums, `db.partial` is unused, and its address may be that of something else.
-            if path != "db.partial" or self.grid[1] > 1 or self.macros["ALIGNED"] == str(int(Access.FLAT)):
+            if path != "db.partial" or self.grid[1] > 1 or self.macros.get("ALIGNED") == str(int(Access.FLAT)):
                 found += memory.touched(pointer, self._size(path, owner), path, writes=self._writes(path))
         return found
 

@@ -230,7 +230,7 @@ class GpuState:
             if copied:
                 tiles = kernels.fp8_table(copied)
                 both = kernels.UPDATE_FP8.params(params, self._upload(tiles, stream, kept))
-                macros = kernels.fp8_update_macros(rule, options.moments, stochastic=stochastic)
+                macros = kernels.update_macros(rule, options.moments, stochastic=stochastic)
                 made.append(kernels.launches_by_row(kernels.UPDATE_FP8, both, len(tiles), self._device, macros))
             if not advances and {*range(first, first + len(own))} <= {*others, *without}:
                 continue
