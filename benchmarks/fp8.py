@@ -28,7 +28,7 @@ from benchmarks.timing import Contender, Timing, built, take_turns
 
 RECIPES: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 """The names of torchao's FP8 recipes that take part."""
-SUSTAINED_US: Final = 1e6  # the duration of a sustained turn of a contender, in microseconds
+SUSTAINED_US: Final = 2e6  # the duration of a sustained turn of a contender, in microseconds
 _SUSTAINED_ROUNDS: Final = 3
 _PEERS: Final = ("torch_bf16", "torch_autocast", "torchao")
 """Groups of other libraries' contenders; a row has the time of each group's fastest one under the group's name."""

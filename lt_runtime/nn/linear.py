@@ -182,7 +182,7 @@ def forward_layers(
     if run.trains and any(layer.scales for layer in layers):
         from lt_runtime.ops.fp8.choice import choose  # imported late: few models use FP8
 
-        choose(x, [layer.candidate for layer in layers])
+        choose(x, [layer.candidate for layer in layers], stream=run.stream)
     if gate is not None:
         x, below = _through_gate(gate, layers[0], run)
     for i, layer in enumerate(layers, 1):
