@@ -479,19 +479,22 @@ def _own_block(lt: Any) -> Any:
 
         def __init__(self) -> None:
             self.inputs = self.outputs = 8
-            self.layer, self.mix = (lt.Linear(8, 8, seed=seed, device="cuda") for seed in (1, 2))
+            self.layer = lt.Linear(8, 8, seed=1, device="cuda")
+            self.mix = lt.Linear(8, 8, bias=False, seed=2, device="cuda")
 
         def forward(self, x: Any, run: Any) -> Any:
             y, ctx = lt.linear_fwd(
                 x, self.layer.weight.data, self.layer.bias.data, activation="gelu", stream=run.stream
             )
-            run.keep(ctx)
+            run.keep(ctx, y)
             return lt.matmul(y, self.mix.weight.data, stream=run.stream)
 
         def backward(self, dy: Any, run: Any) -> Any:
+            ctx, y = run.take()
             (dw, adds), (db, _) = run.grad(self.layer.weight), run.grad(self.layer.bias)
+            lt.matmul(y.T, dy, out=run.grad(self.mix.weight)[0], stream=run.stream)
             dz = lt.matmul(dy, self.mix.weight.data.T, stream=run.stream)
-            return lt.linear_bwd(dz, run.take(), out_dw=dw, out_db=db, accumulate=adds, stream=run.stream)[0]
+            return lt.linear_bwd(dz, ctx, out_dw=dw, out_db=db, accumulate=adds, stream=run.stream)[0]
 
     first, last = lt.Linear(8, 8, activation="relu", seed=3, device="cuda"), lt.Linear(8, 3, seed=4, device="cuda")
     return lt.Chain(first, Own(), lt.Residual(lt.SwiGLU(8, 12, seed=5, device="cuda")), last)
