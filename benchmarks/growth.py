@@ -75,7 +75,7 @@ _MEASURES: Final = {ROWS: _of_block, PARAMETERS: _of_step, LAYERS: _of_tuning}
 
 
 def measure(quantity: str, case: Any, options: argparse.Namespace, stream: Any) -> Row:
-    """Tunes a case and times it; a network's time is that of tuning it once."""
+    """Tunes a case and times it; for a network, the time of tuning it once is measured."""
     row, size = _MEASURES[quantity](case, options, stream)
     return replace(row, setting={**row.setting, "quantity": quantity, "size": size})
 

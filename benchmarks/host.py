@@ -68,7 +68,7 @@ class HostCase:
         return min(self.most, _QUEUE // self.launches)
 
 
-# Builders of the row for a matrix product, in FP32.
+# Contenders for a matrix product, in FP32: functions that build the calls to be timed.
 
 
 def _matmul(m: int, n: int, k: int) -> Builders:
@@ -87,7 +87,7 @@ def _matmul(m: int, n: int, k: int) -> Builders:
     }
 
 
-# Builders of the rows for a linear layer with GELU, in BF16.
+# Contenders for a linear layer with GELU, in BF16: functions that build the calls to be timed.
 
 
 Layer = collections.namedtuple("Layer", "x w bias dy y z dx dw db")
@@ -101,7 +101,7 @@ def layer(m: int, n: int, k: int) -> Layer:
 
 
 def forward(at: Layer, *results: str, operation: str = "linear_fwd") -> Call:
-    """A call of `linear_fwd`, or of another operation; writes the named results ("y", "z") into the layer's buffers."""
+    """Builds a call of `operation`, which writes the named results ("y", "z") into the layer's buffers."""
     import lt_runtime as lt
 
     buffers = {name: getattr(at, result) for result, name in (("y", "out"), ("z", "out_z")) if result in results}
@@ -170,7 +170,7 @@ def _both(m: int, n: int, k: int) -> Builders:
     }
 
 
-# Builders of the rows for an optimizer's step and a training step.
+# Contenders for an optimizer's step and a training step: functions that build the calls to be timed.
 
 
 def _adamw() -> Builders:

@@ -99,8 +99,8 @@ def forward_pass(shape: tuple[int, int], dropout: float, rng: Mapping[str, int])
 def fp8_pass(shape: tuple[int, int], *, backward: bool) -> Callable[..., None]:
     """Returns a function that launches GELU and the cast to E4M3, or GELU's derivative and the cast to E5M2.
 
-    Backward also makes the bias gradient, and only the transposed result. The function takes the addresses of z, of the
-    result (backward: of dy) and of the transposed result, and a stream.
+    Forward writes the cast row-major and transposed. Backward writes the bias gradient, and the cast only transposed.
+    The function takes the addresses of z, of the result (backward: of dy) and of the transposed result, and a stream.
     """
     rows, cols = shape
     bf16, activation = DType.BFLOAT16, Activation("gelu")

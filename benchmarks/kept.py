@@ -34,7 +34,7 @@ _LABELS: Final = {
     "jax": "JAX",
     "cupy": "CuPy",
 }
-"""Names of other libraries as tables show them, by the beginning of the contender's name; the first match counts."""
+"""Maps prefixes of contenders' names to the names of libraries that tables show; the first match counts."""
 _DOES_LESS: Final = "without"  # Occurs in the name of a contender that leaves out a part of the task.
 _CALL: Final = "_call"  # Occurs in the name of a contender whose time includes the host's work for a call.
 
@@ -154,7 +154,7 @@ _CALLS: Final[Mapping[str, Mapping[str, tuple[str, Sequence[str]]]]] = {
     "AdamW": {"lt": ("AdamW{}", ("torch_eager",))},
     "TrainStep": {"lt": ("TrainStep{}", _REPLAY)},
 }
-"""A call's title and peers (contenders of other libraries), by the case's kind and by contender.
+"""Maps a case's kind and a contender to a call's title and peers (contenders of other libraries).
 
 {} in the title stands for the rest of the case's name.
 """

@@ -211,7 +211,11 @@ def _cast_fp8(shape: tuple[int, int], sets: int) -> Builders:
 
 
 def epilogue_fp8(rows: int, cols: int, *, backward: bool = False) -> Case:
-    """Contenders for a layer's activation in FP8, forward, or for its gradient, as a first layer needs it."""
+    """Contenders for GELU and the cast to E4M3 in both orientations.
+
+    With `backward`, contenders for GELU's derivative, the bias gradient and the transposed cast to E5M2, which suffice
+    for a first layer because it computes no dx.
+    """
     what = "derivative, bias gradient and transposed E5M2" if backward else "and E4M3 in both orientations"
     builders = partial(_epilogue_fp8, (rows, cols), backward)
     return Case(f"cast_fp8 GELU {what} {rows}×{cols}", (5 if backward else 4) * rows * cols, builders)

@@ -73,7 +73,7 @@ class Block(Typed):
         group: the preset that has the layer.
         rows, n, k: M, N and K of the first layer.
         kind: one of `TYPES`.
-        activation: its name in `lt_runtime`; the suite `layers` has those of `ACTIVATIONS`.
+        activation: its name in `lt_runtime`; the suite `layers` has the activations in `ACTIVATIONS`.
     """
 
     group: str

@@ -71,11 +71,11 @@ class Sample(NamedTuple):
 
 
 Samples = dict[str, list[Sample]]
-"""Samples, or fitted trees, by the tree's name in the package's table."""
+"""Maps the name of a tree in the package's table to samples, or to the fitted tree."""
 
 
 def _unlike(strategy: str, other: str) -> tuple[int, int, bool]:
-    """How much a strategy differs from a refused one; the measure is that of `lt_runtime.plans.priors`."""
+    """How much a strategy differs from a refused one; measured as in `lt_runtime.plans.priors`."""
     parts = strategy.split()
     differing = sum(part != wanted for part, wanted in zip(parts, other.split(), strict=True))
     return differing, parts.count("epilogue") + ("aux" in strategy), "none" in parts
@@ -136,9 +136,10 @@ def features(row: Row, layer: int, *, backward: bool) -> dict[str, int]:
 
 
 def backward_samples(rows: Iterable[Row]) -> Samples:
-    """Samples of both layers' backward passes (sizes, and times of the strategies), by the decision tree to be fitted.
+    """Maps the name of each decision tree to the samples for fitting it.
 
-    The second layer's passes have a tree for each activation and kind of tensor that the first layer saves.
+    A sample is a backward pass's sizes and the time of each of its strategies. Samples come from both
+    layers. The second layer's passes have a tree for each activation and kind of tensor that the first layer saves.
 
     Strategies in which our kernel computes the derivative also count for the tree of activations without an epilogue.
     """
@@ -174,7 +175,7 @@ def _kind(row: Row) -> str:
 def _undisturbed(times: Mapping[str, float]) -> dict[str, float]:
     """Returns `times` without those that something disturbed.
 
-    A time counts as disturbed if it is much longer than that of the same kernels in another order.
+    A time counts as disturbed if it is much longer than the time of the same kernels in another order.
     """
     by_kernels: dict[str, list[float]] = {}
     for name, us in times.items():
@@ -193,7 +194,7 @@ def forward_samples(rows: Iterable[Row], backward: Mapping[str, Fitted]) -> Samp
     """Returns the samples to which the trees of forward strategies are fitted.
 
     A time of a block's first layer includes the backward pass that the fitted trees choose for the saved tensor. A time
-    of the second layer is that of its forward pass alone.
+    of the second layer includes only its forward pass.
     """
     made: Samples = {}
     for row in rows:

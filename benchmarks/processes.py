@@ -23,7 +23,7 @@ _STEPS: Final = 500
 
 
 class Stages:
-    """A stopwatch: microseconds from one mark to the next, by the name of the stage between them."""
+    """A stopwatch: maps the name of each stage to the microseconds between the marks at its ends."""
 
     def __init__(self) -> None:
         self.us: dict[str, float] = {}

@@ -228,7 +228,7 @@ def _table(left: Iterable[str], numbers: Iterable[str], right: Iterable[str]) ->
 
 
 def command(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Makes the parser of `python -m benchmarks NAME`; the description keeps its lines."""
+    """Makes the parser of `python -m benchmarks NAME`; the description keeps its line breaks."""
     prog, raw = f"python -m benchmarks {name}".strip(), argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(prog=prog, description=description, formatter_class=raw)
 

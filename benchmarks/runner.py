@@ -154,7 +154,7 @@ def _table(name: str, seconds: Mapping[str, Mapping[str, float]]) -> report.Tabl
 
 
 def of_digest(rows: Iterable[dict[str, Any]], digest: str) -> list[dict[str, Any]]:
-    """The rows that were measured with the code of a digest."""
+    """The rows whose recorded code digest is `digest`."""
     return [row for row in rows if row.get("digest") == digest]
 
 

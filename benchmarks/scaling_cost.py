@@ -32,7 +32,7 @@ _BYTES: Final = 2
 
 @dataclass(frozen=True)
 class Network:
-    """What connects the machines.
+    """A network that connects machines.
 
     Attributes:
         rate: bytes that a machine sends in a microsecond, eight tenths of the nominal rate.
@@ -64,7 +64,8 @@ def step_us(dims: Sequence[int], alone_us: float, gpus: int, network: Network) -
     """The predicted time of a step of a multilayer perceptron on each of a number of GPUs, with the same rows for each.
 
     Args:
-        dims: the numbers of inputs and outputs of the layers, which are completed from the last one to the first.
+        dims: width of the input, then of each layer's output. Backward completes the gradients from the last layer to
+            the first.
         alone_us: microseconds of the step on one GPU.
     """
     gradients = [_BYTES * (inputs + 1) * outputs for inputs, outputs in itertools.pairwise(dims)][::-1]

@@ -37,7 +37,7 @@ _Strategy = TypeVar("_Strategy", ForwardStrategy, BackwardStrategy)
 _Plan = TypeVar("_Plan", ForwardPlan, BackwardPlan)
 
 Entries = dict[str, dict[str, float]]
-"""Measured microseconds, by the name that `roles` gives a pass of the block, and by strategy, the chosen one first."""
+"""Maps the name of a pass from `roles` to its measured microseconds by strategy, the chosen strategy first."""
 
 
 def chain_of(case: Any) -> LayerChain:
@@ -209,7 +209,7 @@ def near(chain: LayerChain, entries: Entries, chosen: Split, factor: float, most
 
 
 def entries_of(chain: LayerChain) -> Entries:
-    """Returns the times that the plan cache holds for strategies of each pass, by the pass's name from `roles`.
+    """Maps the name of each pass from `roles` to the times that the plan cache holds for its strategies.
 
     The backward pass through the first layer has a name for each kind of saved tensor.
     """

@@ -231,7 +231,7 @@ class Contender(NamedTuple):
 
 
 Builders = Mapping[str, Callable[[], Contender]]
-"""Type: functions that build contenders, by the contenders' names."""
+"""Maps the names of contenders to functions that build them."""
 
 
 class Measured(NamedTuple):

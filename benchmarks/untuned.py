@@ -28,7 +28,7 @@ _SEEDS: Final = {FIT: 3200, JUDGE: 3205}
 _COUNT: Final = 200
 """Number of blocks in each of the two sets, `FIT` and `JUDGE`."""
 _MOST_MULTIPLICATIONS: Final = 1 << 32
-"""Most multiplications in one product, so that tuning a block takes about a second."""
+"""Upper limit of M·N·K of a block's shape, so that tuning the block takes about a second."""
 _EXAMPLE: Final = Block(f"odd {JUDGE}", 777, 333, 555, "tf32", "silu")
 """The block that tuning sped up most, relative to its untuned time, while only ReLU and GELU had fitted trees."""
 _BUDGET_S: Final = 0.2

@@ -21,7 +21,7 @@ FIT: Final = "fit"
 JUDGE: Final = "judge"
 _SEED: Final = 2026
 _SHAPES: Final = 16  # Number of shapes in each stratum.
-_MOST_MULTIPLICATIONS: Final = 1 << 35  # Most multiplications of one product, so that the suite takes minutes.
+_MOST_MULTIPLICATIONS: Final = 1 << 35  # Upper limit of M·N·K, so that the suite takes minutes.
 _PEERS: Final = ("torch_graph", TORCH_COMPILE, MAX_AUTOTUNE)
 
 Shape = tuple[int, int, int]

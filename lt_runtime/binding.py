@@ -50,10 +50,10 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
         a launch fails and, on NumPy arrays, ArgumentError for labels out of range, as `lt.cross_entropy` does.
 
     Raises:
-        ArgumentError: another operation, or no buffer for a result.
-        TypeError: arguments that the operation does not take.
+        ArgumentError: `operation` is not one of those above, or a result has no buffer.
+        TypeError: the operation does not take one of the arguments.
         CaptureError: the stream is being captured.
-        LtError: whatever else the operation raises for such a call.
+        LtError: the operation does not accept the call, or failed.
     """
     if not any(operation is each for each in _OPERATIONS):
         accepted = ", ".join(f"lt.{each.__name__}" for each in _OPERATIONS)

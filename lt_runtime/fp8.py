@@ -15,7 +15,8 @@ _MOST_STEPS = 1024
 UNIT = 16
 """M, N, K and leading dimensions of products in FP8 are multiples of this many elements, addresses of this many bytes.
 
-So must be the addresses of scales: cuBLASLt 12.9 to 13.1 refuses others (its release notes, 5728938).
+Addresses of scales must be multiples of 16 bytes too: cuBLASLt 12.9 to 13.1 refuses other addresses (cuBLAS release
+notes, issue 5728938).
 """
 
 

@@ -43,7 +43,7 @@ layers may be in FP8, they are called with their `Fp8ChainProblem` before their 
 
 
 def tell(work: Any) -> None:
-    """Calls every function in `watchers` with the work that is about to run."""
+    """Calls every function in `watchers` with `work`: the `PreparedCall`, optimizer or problem that is about to run."""
     for watcher in watchers:
         watcher(work)
 

@@ -1,4 +1,4 @@
-"""The linear layer over raw device addresses: FP32, row-major, matrices without gaps.
+"""The linear layer over raw device addresses: FP32, packed row-major matrices.
 
 Y[m,n] = act(op(A)[m,k] · op(B)[k,n] + bias[n]). Addresses are ints; the address 0 means that a matrix or vector is
 absent. `trans_a` says that A is stored (k, m), `trans_b` that B is stored (n, k); both are read in place. `stream` None

@@ -63,7 +63,7 @@ class Lion:
     """Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023, algorithm 2).
 
     θ ← θ·(1 - lr·λ) - lr·sign(β₁·m + (1 - β₁)·g), and then m ← β₂·m + (1 - β₂)·g. Every element moves by lr, so that
-    lr is usually 3 to 10 times smaller than AdamW's, and λ as much larger. The sign of 0 is 0, and that of NaN is NaN.
+    lr is usually 3 to 10 times smaller than AdamW's, and λ as much larger. sign(0) is 0, and sign(NaN) is NaN.
 
     Attributes:
         lr: learning rate.

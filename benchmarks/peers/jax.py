@@ -164,4 +164,4 @@ def _mixture(parameters: list[jax.Array], x: jax.Array) -> jax.Array:
 
 
 _MODELS: Final = {each.__name__[1:]: each for each in (_stack, _feed_forward, _towers, _autoencoder, _mixture)}
-"""The models that are no plain MLPs, by their form."""
+"""Maps the form of each model that is no plain MLP to the function that runs it."""

@@ -24,7 +24,7 @@ class Copy(Protocol):
 
 
 _copies: Final[dict[int, weakref.ref[Copy]]] = {}
-"""Weak references to all copies, by the copies' `id`. A dict, because `list` of it is safe while threads add copies."""
+"""Maps the `id` of each copy to a weak reference to it. `list` of this dict is safe while threads add copies."""
 
 
 def follow(copy: Copy) -> None:

@@ -42,7 +42,7 @@ _array_api: Final = functools.cache(libraries.ArrayApiLibrary)
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What an operation has to know of an array of any library.
+    """Description of an array of any library, as operations need it.
 
     Attributes:
         name: for errors.

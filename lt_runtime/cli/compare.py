@@ -29,12 +29,12 @@ _Key: TypeAlias = tuple[str, str, str]
 
 
 class Change(NamedTuple):
-    """The change of a kernel of a layer, or of a layer, from the profile before to the profile after.
+    """Change in one kernel of a layer, or in a whole layer, between two profiles.
 
     The figures of a profile that lacks the kernel or layer are None.
 
     Attributes:
-        name: name of the kernel; "" for a layer.
+        name: name of the kernel; "" for a whole layer.
         us: time in a step. share: share of the time of all kernels, or of the step. noise_us: standard error of the
             change.
         verdict: "appeared", "vanished", "slower", "faster" or "same".

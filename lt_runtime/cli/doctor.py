@@ -40,7 +40,7 @@ CUDA_REQUIREMENTS: Final = {
     "CuPy": "cupy-cuda13x>=14",
     "CUPTI": "nvidia-cuda-cupti>=13,<14",
 }
-"""The packages that the extra `cuda13` installs, by the library that each contains; a test compares pyproject.toml.
+"""Maps each library to the package of the extra `cuda13` that contains it; a test compares pyproject.toml.
 """
 
 PACKAGES: Final = (

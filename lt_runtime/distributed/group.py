@@ -287,7 +287,7 @@ def first_alone(group: Group | None, what: str) -> Iterator[bool]:
         failure = error
     if group is not None:
         with group.patience():
-            # `what` may name another file in each process: only that of process 0 is written
+            # `what` may name a different file in each process: only process 0 writes its file
             text = group.from_first(str(failure or "").encode(), "the writing of a file").decode()
         if text and failure is None:
             raise GroupError(f"{what} has failed in process 0: {text}")

@@ -36,7 +36,7 @@ def start_together(
 
     Args:
         averages: the arrays of an `lt.EMA`; empty without one.
-        options: those of the step.
+        options: the step's options.
         shard_state: whether the processes then divide the state of the optimizer among them.
 
     Raises:

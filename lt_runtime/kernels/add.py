@@ -32,7 +32,7 @@ class AddPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of a, b and out.
+            call: holds the addresses of a, b and out.
         """
         params, launch = self._launches[memory.stream]
         params.a.data, params.b.data, params.out.data = call.addresses

@@ -50,7 +50,7 @@ class DropoutState:
         return cls(keep_threshold(p), philox, address)
 
     def block(self) -> Dropout:
-        """These values as the C++ struct `lt::Dropout`, which kernels take."""
+        """Packs the mask's parameters into the C++ struct `lt::Dropout`, which kernels take."""
         step = 0 if self.step_address else self.philox.step
         limit, scale = (self.threshold << 16) - 1, keep_scale(self.threshold)
         return Dropout(_round_keys(self.philox.seed), self.step_address, step, self.philox.layer, limit, scale)
@@ -85,7 +85,7 @@ class Call:
         """Makes the call of a loss.
 
         Args:
-            scalars: a number by which the gradient is multiplied, and whether the loss is that of a step's first part.
+            scalars: a number by which the gradient is multiplied, and whether the loss is of a step's first part.
             scale: address of an FP32 number that is a second factor of the gradient, or 0.
             state: address of the `TallyState` to which the loss, times the first factor, is added; or 0.
         """

@@ -137,7 +137,7 @@ class RowSharing:
         itemsize: bytes of a logit.
         lanes: threads that share a row.
         blocks: blocks of the grid.
-        packets: most packets of 16 bytes that a thread has of a row.
+        packets: upper limit of the packets of 16 bytes that a thread has of a row.
         spreads: whether labels are smoothed and classes have weights, so that every column has a weight of its own.
         writes: whether the gradient is wanted. If not, no part of a row is kept.
     """
@@ -261,7 +261,7 @@ class CrossEntropyPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of logits, labels, gradient, loss, row weights and class weights. That of the
+            call: holds the addresses of logits, labels, gradient, loss, row weights and class weights. That of the
                 gradient is 0 if its layout is None, and the last two are 0 where there are none.
         """
         logits, labels, gradient, loss, row_weights, class_weights = call.addresses

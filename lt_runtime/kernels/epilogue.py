@@ -204,7 +204,7 @@ class DropoutPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of source and target; if its first dropout is None, the target becomes a copy.
+            call: holds the addresses of source and target; if its first dropout is None, the target becomes a copy.
         """
         params, launch = self._launches[memory.stream]
         params.in_.data, params.out.data = call.addresses

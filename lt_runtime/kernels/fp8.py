@@ -20,7 +20,7 @@ CAST_FP8: Final = Entry("cast_fp8", "cast_fp8.cu")
 LOSS_FP8: Final = Entry("loss_fp8", "loss_fp8.cu")
 FP8_SCALES: Final = Entry("fp8_scales", "fp8_scales.cu")
 _IDENTITY: Final = Activation()
-_LEAST_SCALE: Final = 1 << 23  # Bits of 2^-126, the least 1 / scale, which is that of a row of zeros.
+_LEAST_SCALE: Final = 1 << 23  # Bits of 2^-126, the least 1 / scale; a row of zeros has it.
 
 
 @declared
@@ -107,8 +107,8 @@ class CastPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of x, scale, out, transposed and amax; further ones are not read. Its first
-                dropout is that of y.
+            call: holds the addresses of x, scale, out, transposed and amax; further ones are not read. Its first
+                dropout applies to y.
         """
         params, launch = self._launches[memory.stream]
         params.x.data, scale, out, transposed, amax, *_ = call.addresses
@@ -147,7 +147,7 @@ class CastRowsPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of x, out, transposed, and of two FP32 vectors, which get 1 / scale of each
+            call: holds the addresses of x, out, transposed, and of two FP32 vectors, which get 1 / scale of each
                 row of `out` and of `transposed`.
         """
         x, *results = call.addresses
@@ -218,7 +218,7 @@ class CastGradientPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of dy, scale, out, transposed, amax, the saved tensor, the bias gradient, and
+            call: holds the addresses of dy, scale, out, transposed, amax, the saved tensor, the bias gradient, and
                 `partial_bytes`; the pass uses only the operands that it was made with. Its first dropout is the
                 layer's.
         """
@@ -267,8 +267,9 @@ class CastGatedPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of dy, h, dh in FP8, its transpose, the scale and the largest magnitude of the
-                gate's gradient, and both of the value's gradient. Its first dropout is that of y.
+            call: holds the addresses of dy, h, dh in FP8, its transpose, the scale and the largest magnitude of the
+                gate's gradient, and the same two of the value's gradient. Its first dropout is the one that
+                forward applied to y.
         """
         params, launch = self._launches[memory.stream]
         params.x.data, gate, out, transposed, *of_gate, scale, amax = call.addresses
@@ -330,7 +331,7 @@ class LossCastPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of prediction, target, the uncast gradient, loss, sums, the cast gradient, its
+            call: holds the addresses of prediction, target, the uncast gradient, loss, sums, the cast gradient, its
                 transpose, and the scale and the largest magnitude of the cast; 0 for absent ones.
         """
         params, launch = self._launches[memory.stream]
@@ -371,7 +372,7 @@ class ScalesPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of slots and history, FP32 arrays (tensors, 8) and (tensors, length), and of a
+            call: holds the addresses of slots and history, FP32 arrays (tensors, 8) and (tensors, length), and of a
                 uint32 that is not zero if the step is skipped; 0 if none ever is.
         """
         params, launch = self._launches[memory.stream]

@@ -56,7 +56,7 @@ class GatedPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of h and y, or of dy, h and dh.
+            call: holds the addresses of h and y, or of dy, h and dh.
         """
         params, launch = self._launches[memory.stream]
         *dy, h, out = call.addresses

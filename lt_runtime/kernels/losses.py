@@ -80,7 +80,7 @@ class ElementwiseLossPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of prediction, target, gradient, loss, row weights and column weights; the
+            call: holds the addresses of prediction, target, gradient, loss, row weights and column weights; the
                 last two are 0 where there are none.
         """
         params, launch = self._launches[memory.stream]
@@ -178,7 +178,7 @@ class SummedLossPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of prediction, target, gradient, loss and sums; the sums have the pass's type.
+            call: holds the addresses of prediction, target, gradient, loss and sums; the sums have the pass's type.
         """
         params, launch = self._launches[memory.stream]
         prediction, target, gradient, params.mean.loss, params.db.sum = call.addresses

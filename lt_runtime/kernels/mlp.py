@@ -166,7 +166,7 @@ class MlpForward:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of x, y, and each layer's weight and bias, which is 0 if there is none.
+            call: holds the addresses of x, y, and each layer's weight and bias, which is 0 if there is none.
         """
         params, launch = self._launches[memory.stream]
         params.x.data, params.y.data, *parameters = call.addresses
@@ -212,7 +212,7 @@ class MlpBackward:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of x, of dy or the targets, of each layer's weight and bias, of the gradients
+            call: holds the addresses of x, of dy or the targets, of each layer's weight and bias, of the gradients
                 of weights and biases, and of the loss if there is one; 0 for an absent one. Only a loss reads the
                 scalars: `LossArguments`, and the address of a factor of the loss's gradient, or 0.
         """

@@ -102,9 +102,9 @@ def _row_major(spec: Spec) -> Spec | None:
 
 
 _Geometry: TypeAlias = tuple[Tiling, int | None, int]
-"""How threads share a product: tiling of the kernel, rows of a thread, and partial sums of a thread.
+"""Work division of a narrow product: tiling, rows per thread, number of partial sums.
 
-The rows of a thread are None for narrow_m, which is not compiled for a number of rows. The number of partial sums
+The rows per thread are None for narrow_m, which is not compiled for a number of rows. The number of partial sums
 is that of the blocks in a column of the grid, which add up their sums; 0 if the kernel needs none.
 """
 

@@ -132,7 +132,8 @@ class NormForwardPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of x, weight, bias, add, y, the sum, means and reciprocal deviations.
+            call: holds the addresses of x, weight, bias, add, y, the sum, row means and reciprocal standard deviations
+                (rstd).
         """
         params, launch = self._launches[memory.stream]
         params.x.data, params.weight, params.bias, params.add.data, *results = call.addresses
@@ -174,8 +175,8 @@ class NormBackwardPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: its addresses are those of dy, x, weight, means, reciprocal deviations, add, dx, and the gradients of
-                weight and bias; 0 for a result that is not wanted.
+            call: holds the addresses of dy, x, weight, row means, reciprocal standard deviations (rstd), add, dx, and
+                the gradients of weight and bias; 0 for a result that is not wanted.
         """
         *operands, dweight, dbias = call.addresses
         partial = memory.scratch(self.scratch_bytes) if self.scratch_bytes else 0

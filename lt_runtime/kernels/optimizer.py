@@ -30,8 +30,11 @@ UPDATE_CHUNK: Final = _UPDATE_BLOCKS * UPDATE_THREADS * OCTET
 UPDATE_TICKETS: Final = 32 * 64  # number of 32-bit words of 32 counters of finished blocks, which lie 64 words apart
 _EMA_CHUNK: Final = THREADS * OCTET
 FP8_COLUMNS: Final = 256
-"""The number of columns of a weight with a copy in FP8 is a multiple of this number, that of a tile's columns."""
-_FP8_ROWS: Final = 32  # Number of rows of a tile of the kernel optimizer_fp8.
+"""Columns of a tile of the kernel optimizer_fp8.
+
+A weight with an FP8 copy must have a multiple of this many columns.
+"""
+_FP8_ROWS: Final = 32  # Rows of a tile of the kernel optimizer_fp8.
 # Fewest elements of a chunk in the gradient norm; one block sums a chunk.
 _NORM_CHUNK: Final = 16384
 # About the largest number of chunks in the gradient norm, because the last block adds up a partial sum of each.
@@ -180,7 +183,7 @@ def update_table(tensors: Sequence[Tensor], first: int = 0, without: Collection[
     """The table of an update: an `OptimizerChunk` for each chunk; at least one row, whose blocks advance the step.
 
     Args:
-        first: number of the first tensor among those of all groups.
+        first: number of the first tensor among the tensors of all groups.
         without: numbers of tensors that another kernel updates.
     """
     numbered = [(number, each) for number, each in enumerate(tensors, first) if number not in without]
@@ -191,7 +194,7 @@ def fp8_table(tensors: Mapping[int, tuple[Tensor, Fp8Copy]]) -> NDArray[Any]:
     """The table of an update that writes FP8: an `OptimizerTile` for each tile.
 
     Args:
-        tensors: by their numbers among those of all groups.
+        tensors: maps the number of a tensor, among the tensors of all groups, to the tensor and its copy.
     """
     return np.concatenate([_tiles(number, *each) for number, each in tensors.items()])
 

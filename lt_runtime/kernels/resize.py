@@ -52,7 +52,7 @@ class Resize(NamedTuple):
 
     @property
     def by_rows(self) -> Resize:
-        """An equivalent copy with a row-major target: this copy, or that of the transposed matrices."""
+        """An equivalent copy with a row-major target: this copy, or the copy of the transposed matrices."""
         if self.target.order is Order.ROW:
             return self
         return Resize(self.source.transposed, self.target.transposed)

@@ -17,7 +17,7 @@ THREADS: Final = 256
 """Largest number of threads of a block, unless a kernel has a limit of its own."""
 WARP: Final = 32
 OCTET: Final = 8
-"""Elements that a thread moves at once."""
+"""Elements of an octet: consecutive elements, whatever their type, that a thread moves at once."""
 VECTOR_BYTES: Final = 16
 """Bytes of the widest access to memory."""
 MAX_GRID_Y: Final = 65535
@@ -45,7 +45,8 @@ _SQUARE_BLOCK: Final = (16, 16)
 _UPRIGHT_ELEMENTS: Final = 1 << 21
 _SQUARE_ELEMENTS: Final = 1 << 25
 _TILE: Final = 128
-# Most blocks in y of a pass over square tiles that sums over rows: the last block reads a partial sum of each of them.
+# Upper limit of the blocks in y of a pass over square tiles that sums over rows: the last block reads a partial sum of
+# each of them.
 _MOST_PARTS: Final = 64
 # Threads in x and y of a block that transposes a column-major matrix: a warp reads eight consecutive elements of a
 # column, in FP32 a whole sector of 32 bytes.

@@ -15,7 +15,7 @@ BITS: Final = "bits"
 _INTEGERS: Final = (BITS, "uint8", "uint16", "uint32", "uint64")
 _FLOATS: Final = ("float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64")
 TYPES: Final = {name: number for number, name in enumerate((*_INTEGERS, *_FLOATS))}
-"""Values of the C++ enum `lt::ElementType`, by the name of the type."""
+"""Maps the name of a type to its value in the C++ enum `lt::ElementType`."""
 ACTIVATIONS: Final = {"none": 0, "relu": 1, "gelu": 2}
 """Numbers of the activations that `expect` computes."""
 _MOST_BLOCKS: Final = 512

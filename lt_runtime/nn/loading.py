@@ -23,7 +23,7 @@ class LeftOut(NamedTuple):
 
 
 def by_name(parameters: Sequence[Parameter], names: Mapping[str, str] | None) -> dict[str, Parameter]:
-    """The parameters, by their names in a state.
+    """Maps names in a state to the parameters.
 
     Args:
         names: the state's name for each parameter whose name differs in the state.

@@ -39,7 +39,7 @@ class Met:
     """A context manager that records, for the tuner, the problems of the operations that its thread runs meanwhile.
 
     Args:
-        all_threads: record those of all threads, such as the threads in which PyTorch runs backward passes.
+        all_threads: record the problems of all threads, such as the threads in which PyTorch runs backward passes.
 
     Attributes:
         problems: the problems that are not in `chains`, in the order in which they ran.
@@ -122,9 +122,10 @@ class Pass:
     Attributes:
         step, micro_batch, trains, stream: as given.
         running: the innermost block whose forward or backward is running.
-        without_dx: the block whose backward returned None, if no later one has returned a gradient; for errors.
-        places: the number of dropout masks that each micro-batch may draw.
-        met: the `Met` that collects the groups of linear layers that run; None to collect none.
+        without_dx: the first block whose backward has returned None since a backward last returned a gradient; named in
+            errors. None if the latest backward returned a gradient.
+        places: number of mask indices reserved for each micro-batch, so that micro-batches draw different masks.
+        met: the `Met` that records, for the tuner, groups of consecutive linear layers; None to record nothing.
         has_db: whether the loss has made the bias gradient of the linear layer whose backward runs next.
         on_written: a function that gets parameters when all work of this pass so far on their gradients has been put
             on the stream; None if nothing waits for single gradients.
@@ -160,7 +161,7 @@ class Pass:
         # The block and parameter of each gradient buffer that was given and may not have been written yet.
         self._given: list[tuple[Surrounded | None, Parameter]] = []
         self.memory: StreamMemory | None = None
-        self._read: tuple[Any, ...] = ()  # read by a weight gradient that may still run
+        self._read: tuple[Any, ...] = ()  # arrays read by a weight-gradient kernel that may still run
         self._accumulate, self._inputs = flag("accumulate", accumulate), inputs
         self._frozen, self._written = {id(each) for each in frozen}, set[int]()
         self._kept: list[tuple[Any, ...]] = []
@@ -281,8 +282,9 @@ class Pass:
     def deferring(self, *read: Any) -> Iterator[None]:
         """Context manager around a layer's backward: in a graph, the weight gradient may run on after the `with` block.
 
-        The stream waits for it at the end of the next such block, around the next layer's backward. Until then its
-        product uses multiprocessors that the next layer's kernels leave idle.
+        The stream waits for the weight gradient when the next `deferring` block ends, which is around the backward of
+        the layer that runs next. Until then the weight gradient's matrix product uses multiprocessors that other
+        kernels leave idle.
 
         Args:
             read: the arrays that the weight gradient is computed from, which are kept until then.

@@ -171,7 +171,7 @@ class LinearForward(Operation):
 
 
 def context_of(layer: Layer, arrays: Sequence[Any], scalars: Sources) -> tuple[Any, LinearContext]:
-    """y and the context of a forward call, from the call's arrays."""
+    """Returns y and the context of a forward call, made from the call's arrays."""
     x, w, _, y, kept, _ = arrays
     saved_as, rng = layer.saved_as, scalars[0] if layer.dropout else None
     if saved_as is Saved.MASK:
@@ -297,10 +297,10 @@ class LinearBackward(Operation):
         factors: tuple[Spec, Spec],
         like: Operand,
     ) -> Request:
-        """The request of a call whose dy, x and w have been checked.
+        """The `Request` of a backward call whose dy, x and w have been checked.
 
         Args:
-            saved: the saved tensor, and that of the layer below.
+            saved: the tensor that this layer's forward saved, and the one that the forward of the layer below saved.
             outputs: the caller's buffers, in the order of the gradients' names.
             factors: the specs of x and of w.
             like: an operand with the gradients' type, device and library.

@@ -102,7 +102,7 @@ class Request(NamedTuple):
     Attributes:
         problem: the problem to plan; None if the call needs no plan.
         written: indices, among the arrays, of the operands that are written.
-        new: results for which the caller gives no buffer, by their indices among the arrays.
+        new: maps the index, among the arrays, of each result without a buffer from the caller to its `New`.
         detail: data that only the operation itself reads, on the host or to build the caller's result.
         same: pairs (operand, result) of indices of arrays that may be the same memory, if their strides are equal.
         dropouts: probabilities of dropout, from which the plan's `Call.dropouts` are made; None without dropout. With
@@ -273,12 +273,12 @@ class Binding:
 def perform(
     operation: Operation, arrays: tuple[Any, ...], options: Any, scalars: Any, stream: Any, *, in_range: bool = False
 ) -> Any:
-    """Makes a call, and returns the caller's result.
+    """Runs an operation and returns its result; for a `Binding`, returns a callable that runs it.
 
     Args:
         arrays: arrays in the order of `operation.names`; None for an absent one.
         options, scalars: see `Operation.read`.
-        stream: the caller's stream; for a `Binding` the result is a callable that makes the call.
+        stream: the caller's stream, or a `Binding`.
         in_range: whether the operation's range is already open. It is a parameter because a separate function that
             opens the range would make every call slower.
 

@@ -33,7 +33,7 @@ def gated_fwd(
         negative_slope: of `leaky_relu`.
         dropout: probability in [0, 1) with which an element of y is zeroed, rounded to a multiple of 2^-16; the others
             are scaled up by 1 / (1 - dropout).
-        rng: source of the mask, which is that of y's elements in row-major order; needed if `dropout` is not 0.
+        rng: source of the mask, which is drawn for y's elements in row-major order; needed if `dropout` is not 0.
         out: (..., F) buffer for y.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.

@@ -1,6 +1,7 @@
 """The losses, each with its gradient: mean squared error, Huber, binary cross-entropy and softmax cross-entropy.
 
-All take scores, a target, weights of rows and perhaps of columns, and a factor of the gradient.
+Each takes predictions or logits, a target, optional row weights, and `grad_scale`, a factor of the gradient but not of
+the loss; some also take weights of columns or classes.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Tallied(NamedTuple):
 
     Attributes:
         state: array on the GPU that holds a `TallyState`.
-        first: whether the loss is that of a step's first part.
+        first: whether the loss is of a step's first part.
     """
 
     state: Any

@@ -254,7 +254,10 @@ def _aux_spec(aux: Operand, epilogue: Epilogue, shape: tuple[int, ...], order: O
 
 
 def _read_aux(aux: Any, problem: MatmulProblem) -> Any:
-    """The argument of the derivative for the reference: the pre-activation, or a mask's bits as zeros and ones."""
+    """The tensor from which the reference computes the activation's derivative.
+
+    It is the pre-activation, or ReLU's mask unpacked to zeros and ones.
+    """
     if aux is None or not problem.epilogue.is_derivative or problem.epilogue.activation != "relu":
         return aux
     is_row = problem.d.layout.order is Order.ROW

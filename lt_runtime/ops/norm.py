@@ -289,10 +289,12 @@ def layer_norm_bwd(
     out_dbias: Any = None,
     stream: Any = None,
 ) -> LayerNormGradients:
-    """Gradients of the `layer_norm_fwd` call that returned `ctx`; dx is that of its x, of `add`, and of their sum.
+    """Gradients of the `layer_norm_fwd` call that returned `ctx`.
 
-    All sums are FP32, in an order that depends only on shapes and GPU; each gradient is rounded once, dx after the
-    addition of `add`, dweight and dbias after that of their buffers' values.
+    Its x, its `add` and their sum all have the gradient dx.
+
+    All sums are FP32, in an order that depends only on shapes and GPU; each gradient is rounded once, dx after `add`
+    has been added, dweight and dbias after their buffers' values have been added.
 
     Args:
         dy: (..., N), of x's type: the gradient with respect to y.
@@ -330,7 +332,9 @@ def rms_norm_bwd(
     out_dweight: Any = None,
     stream: Any = None,
 ) -> RMSNormGradients:
-    """Gradients of the `rms_norm_fwd` call that returned `ctx`; dx is that of its x, of `add`, and of their sum.
+    """Gradients of the `rms_norm_fwd` call that returned `ctx`.
+
+    Its x, its `add` and their sum all have the gradient dx.
 
     Args:
         dy, ctx, add, accumulate, need_dx, need_dweight, out_dx, out_dweight, stream: as in `layer_norm_bwd`, and so are

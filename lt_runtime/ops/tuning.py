@@ -35,7 +35,7 @@ class Rehearsed(Protocol):
         """The device of the parameters."""
 
     def rehearse(self, x: Any) -> list[Tunable]:
-        """What the tuner decides for inputs x, or for a number of rows: precisions, layers and products."""
+        """The problems to tune for inputs x, or for a number of rows: precisions, layers and products."""
 
 
 def tune(

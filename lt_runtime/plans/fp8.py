@@ -130,12 +130,12 @@ class Fp8ForwardPlan(Plan):
     magnitudes, then of three arrays for backward: the transposes of x and of w in FP8, and a copy of the slots of x and
     w, with the scales of their casts. If each row has a scale, the third array has instead the reciprocals (2, K) of
     the scales of the transposes' rows. The three arrays are absent without backward, and a transpose that no gradient
-    needs is absent too. The next address is that of w in FP8 if the call is given it: w and its transpose were then
-    cast with the scale in the slot. The last two are those of x in FP8 if the call returns it or is given it, and of
-    the slots of the layer that has cast it: x's row of these slots replaces that of this layer, and the transpose of x
+    needs is absent too. The next address is of w in FP8, if the call is given it: w and its transpose were then cast
+    with the scale in the slot. The last two are of x in FP8, if the call returns it or is given it, and of the slots of
+    the layer that has cast it: x's row of these slots replaces x's row of this layer's slots, and the transpose of x
     was then cast too.
 
-    The two dropout masks of a call are those of y and of the prologue.
+    The first dropout mask of a call is for y, the second for the prologue.
 
     Args:
         problem: a forward pass. Unless its prologue is the identity, x is BF16, `moves_tiles` holds for x, and each
@@ -257,8 +257,8 @@ class Fp8BackwardPlan(Plan):
     the saved tensor, dx, dw, db and dz, then of the layer's slots and its history of largest magnitudes.
 
     With `Precision.has_dy8` dy is dz, and is in FP8 already; its rows may have gaps. A call then has the address of dy
-    in FP8 in the place of dy, and that of the transpose in the place of the saved tensor. The plan then makes no bias
-    gradient.
+    in FP8 in the place of dy, and the address of its transpose in the place of the saved tensor. The plan then makes
+    no bias gradient.
 
     Args:
         problem: a backward pass, without an `input_derivative`; its x and w are not read.
@@ -309,7 +309,7 @@ class Fp8BackwardPlan(Plan):
             *(self._by_rows * _WORD * each for each in (m, n)),
         )
         _, *self._offsets, self._scratch_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
-        # Distance in bytes from 1 / scale of the x that forward kept, its first word, to that of w.
+        # Distance in bytes from 1 / scale of x, the first word of what forward kept, to 1 / scale of w.
         self._pitch = _WORD * k if self._by_rows else SLOT
 
     def reserve(self, memory: StreamMemory) -> None:

@@ -108,7 +108,7 @@ def backward_features(problem: BackwardProblem) -> dict[str, int]:
 
 
 def features_of(output: Layout, inner: int, dtype: DType) -> dict[str, int]:
-    """The sizes of a product with `inner` terms in each sum, by their names in the fitted decision trees.
+    """Maps names of features in the fitted decision trees to sizes of a product with `inner` terms in each sum.
 
     The sizes are the output's bytes and rows, the number of terms, the number of weights (columns · terms), and the
     smaller of columns and terms. The flag "whole" is 1 if columns and terms are multiples of eight, which cuBLASLt's

@@ -26,7 +26,7 @@ _FUSED_ELEMENTS: Final = 1 << 20
 
 
 class MadeBy(enum.Enum):
-    """What computes a part of a backward pass: our kernel, cuBLASLt's epilogue, or nothing if not requested."""
+    """Method for a part of a backward pass: our kernel, cuBLASLt's epilogue, or nothing if not requested."""
 
     NOBODY = "nobody"
     KERNEL = "kernel"

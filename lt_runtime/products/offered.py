@@ -69,9 +69,9 @@ _LOADED: Final = 90e3
 _MULTIPLIED: Final = 7.5e6
 """Multiply-adds of a multiprocessor in a microsecond, times the bytes of an operand's element."""
 _GRADIENT_US: Final = {_HOPPER_TF32: 9.0, _OLDER_TF32: 5.0}
-"""Microseconds that a gradient's product in TF32 takes besides loads and multiplications, by the id of the kernel."""
+"""Maps kernel ids to the microseconds that a gradient's product in TF32 takes besides loads and multiplications."""
 _GRADIENT_MULTIPLIED: Final = {_HOPPER_TF32: 1e6, _OLDER_TF32: 0.7e6}
-"""Multiply-adds of a multiprocessor in a microsecond in a gradient's product in TF32, by the id of the kernel."""
+"""Maps kernel ids to a multiprocessor's multiply-adds per microsecond in a gradient's product in TF32."""
 _GRADIENT_LOADED: Final = 14e3
 """Numbers that a multiprocessor loads in a microsecond in a gradient's product in TF32."""
 _READ: Final = 4.2e6
@@ -105,7 +105,7 @@ class Offered(NamedTuple):
 
 
 def library_shape(problem: MatmulProblem) -> tuple[int, int]:
-    """Rows and columns of D as cuBLASLt sees D: those of the transpose if D is row-major."""
+    """Rows and columns of D as cuBLASLt sees D, which is transposed if D is row-major."""
     return (problem.n, problem.m) if problem.d.layout.order is Order.ROW else (problem.m, problem.n)
 
 

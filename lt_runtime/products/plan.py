@@ -19,7 +19,8 @@ class Plan(ABC):
         problem: the problem that the plan solves; `problem.operands` names the addresses of a call in their order.
         device: ordinal of the GPU, which is current whenever the plan is used.
         strategy: how the problem is split; None for a product, which has nothing to split.
-        products: plans of a layer's matrix products, by the operand that each makes; empty for a product.
+        products: maps the name of an operand to the plan of the layer's matrix product that computes it; empty for a
+            product.
     """
 
     problem: Any

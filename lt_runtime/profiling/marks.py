@@ -96,7 +96,7 @@ class MarkedCopy:
     no work between them share a number.
 
     Args:
-        moments: the moments, by their numbers, at which an event is recorded.
+        moments: the numbers of the moments at which an event is recorded.
         empty: the number of further events before the first moment, to measure the cost of an event.
 
     Attributes:
@@ -199,7 +199,7 @@ class MarkedGraph:
             self._turns.append(copy)
 
     def read(self, copy: MarkedCopy, events: EventMarks) -> float:
-        """Reads a launch's times; returns that of its first moment, in microseconds since the profile's begin."""
+        """Reads a launch's times; returns the time of its first moment, in microseconds since the profile's begin."""
         copy.is_unread = False
         first, empty = copy.moments.start, copy.empty
         times = [events.us(start, end) for start, end in pairwise(copy.events)]

@@ -31,7 +31,7 @@ _OTHERS: Final = Place("(other ranges)", "")
 
 @dataclass(slots=True)
 class Cell:
-    """The time that one step spent in one layer and phase, without that of the layers nested in it.
+    """The time that one step spent in one layer and phase, without the time of the layers nested in it.
 
     Attributes:
         works: the prepared calls and optimizers that ran there, as `ranges.tell` passes them.
@@ -74,7 +74,10 @@ class _Launch(NamedTuple):
 
 
 class _Thread(threading.local):
-    """A thread's open ranges; while it captures a copy of a graph, also the ranges that ended in the capture."""
+    """Per-thread state.
+
+    The open ranges and, while the thread captures a copy of a graph, the ranges that have ended during the capture.
+    """
 
     def __init__(self) -> None:
         self.open: list[_Frame] = []
@@ -257,7 +260,7 @@ class Timer:
             frame.inside = frame.host_inside = 0.0
 
     def _add(self, frame: _Frame, path: tuple[str, ...], above: _Frame | None, us: float, host_us: float) -> None:
-        """Adds the time of a range, without the time of the ranges within it, to that of its layer and phase.
+        """Adds the time of a range, without the time of the ranges within it, to the time of its layer and phase.
 
         Args:
             path: names of the ranges around the range and its own name. above: the range around it.

@@ -123,7 +123,7 @@ def ceilings(device: int, kinds: Iterable[str]) -> dict[str, float]:
         kinds: names of types, or "tf32".
 
     Raises:
-        GpuError: no memory, or another failure.
+        GpuError: GPU memory is exhausted, or the driver, compiler or cuBLASLt failed.
         CaptureError: a stream is being captured.
     """
     path = paths.cache_directory() / "ceilings" / fingerprint(device).file_name

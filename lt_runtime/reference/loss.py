@@ -96,7 +96,10 @@ def cross_entropy(
 
 
 def _mean(losses: Array, slopes: Array, row_weights: Weights) -> tuple[float, Array]:
-    """The mean of elementwise losses and its gradient; `slopes` are their derivatives. The mean of no losses is NaN."""
+    """The mean of elementwise losses and its gradient; `slopes` are their derivatives.
+
+    The mean over zero elements is NaN.
+    """
     if losses.size == 0:
         return float("nan"), slopes
     if row_weights is not None:

@@ -260,8 +260,8 @@ def load_model(
     Args:
         device: the device of the model: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:N", a GPU's ordinal, or a
             `torch.device`.
-        precision: of the linear layers, as for `lt.MLP`: "fp8", an `lt.FP8`, or None; "file" for that of the model
-            which was saved. If the file has no scales, the model's first call finds them.
+        precision: of the linear layers, as for `lt.MLP`: "fp8", an `lt.FP8`, or None; "file" for the precision of the
+            model that was saved. If the file has no scales, the model's first call finds them.
 
     Raises:
         CheckpointError: the file is damaged, or it was not written by `save_model` or `save_checkpoint` of this version
@@ -347,7 +347,7 @@ def _check_kinds(path: object, model: object) -> None:
 
 
 def _arrays(model: Block, optimizer: Optimizer) -> dict[str, Any]:
-    """All arrays that training changes, by their names in a checkpoint."""
+    """Maps names in a checkpoint to all arrays that training changes."""
     known = {id(parameter) for parameter in model.parameters()}
     for parameter in optimizer.parameters:
         if id(parameter) not in known:

@@ -28,7 +28,7 @@ _OPTIONS: Final = ("activation", "compute", "dropout", "eps", "join", "p", "prec
 
 
 def named_parameters(model: Block) -> dict[str, Parameter]:
-    """The parameters of a model, by their names within it, also if the model is a part of another one."""
+    """Maps names within a model to its parameters, also if the model is a part of a larger one."""
     start = len(model.name) + 1 if model.name else 0
     return {each.name[start:]: each for each in model.parameters()}
 
@@ -103,7 +103,7 @@ def make(
         given: options that replace those of the description, in the blocks that take them.
 
     Raises:
-        Exception: any exception, if the description is not that of a block, or the arrays' sizes do not fit together.
+        Exception: any exception, if the description is of no block, or the arrays' sizes do not fit together.
     """
     made, parameters = dict[str, Block](), dict[str, Parameter]()
 

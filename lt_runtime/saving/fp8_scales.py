@@ -62,12 +62,12 @@ def names_of_scales(names: Collection[str]) -> set[str]:
 
 
 def without_scales(kinds: Kinds) -> Kinds:
-    """A file's arrays without those of scales."""
+    """A file's arrays except the arrays of scales."""
     return {name: kind for name, kind in kinds.items() if not _NAME.fullmatch(name)}
 
 
 def scales_to_save(model: Block) -> dict[str, NDArray[Any]]:
-    """Copies of all layers' scales on the host, by their names in a file. Waits for the current stream."""
+    """Maps names in a file to copies, on the host, of all layers' scales. Waits for the current stream."""
     return {
         f"{place}{part}": array.astype(np.uint32) if part == "calibrated" else array
         for place, layer in _layers(model).items()
@@ -101,7 +101,7 @@ def scales_to_load(path: AnyPath, model: Block, arrays: Arrays) -> Loading:
     A layer takes no scales if it has no FP8 recipe, or if its recipe has other types or another length of the history.
 
     Args:
-        arrays: the arrays of scales alone, by their names in the model.
+        arrays: maps names in the model to the arrays of scales, without other arrays.
 
     Raises:
         CheckpointError: the file has a scale or a magnitude that no training can produce; or the model has no layer
@@ -128,7 +128,7 @@ def scales_to_load(path: AnyPath, model: Block, arrays: Arrays) -> Loading:
 
 
 def _layers(model: Block) -> dict[str, Linear]:
-    """The linear layers of a model, by the beginning of their scales' names."""
+    """Maps the prefix of its scales' names to each linear layer of a model."""
     start = len(model.name) + 1 if model.name else 0
     found = [block for block in model.blocks() if isinstance(block, Linear)]
     return {".".join(filter(None, (each.name[start:], "scales."))): each for each in found}

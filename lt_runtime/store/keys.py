@@ -1,4 +1,4 @@
-"""Converts frozen dataclasses to JSON and back, by the types of their fields, and problems to keys.
+"""Converts frozen dataclasses to JSON and back, according to the types of their fields, and problems to keys.
 
 A key is a readable text that identifies a problem. It is JSON with the problem's class and all its fields by name, in
 the order of their declaration::

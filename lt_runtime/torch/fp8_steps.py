@@ -124,7 +124,7 @@ def followed(optimizers: Sequence[Any]) -> Iterator[None]:
 
 
 def refresh(optimizer: Any) -> None:
-    """Makes an optimizer's stale copies anew."""
+    """Casts weights to FP8 again for those of the optimizer's copies that are stale."""
     for layer, copy in _present():
         if copy.owner() is optimizer:
             copy.renew(layer)

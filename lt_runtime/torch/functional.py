@@ -79,7 +79,7 @@ def linear_layers(x: Tensor, parameters: Tensors, options: Options, add: Tensor 
 
     Args:
         parameters: the weight and the bias (None without one) of each layer.
-        options: activations, slopes of leaky ReLU, and probabilities of dropout: a tuple of each, one a layer.
+        options: activations, slopes of leaky ReLU, and probabilities of dropout: three tuples with one item per layer.
     """
     key = draw_key(x, options[2])
     if getattr(x, "ndim", 2) == 1:  # the operator refuses what is no tensor

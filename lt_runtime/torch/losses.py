@@ -234,8 +234,8 @@ def linear_cross_entropy(
         weight: (N, K), of x's type. bias: (N,), or None.
         labels: (...), int64 or int32, in [0, N), or `ignore_index`; see `cross_entropy`.
         ignore_index, reduction, label_smoothing: as for `cross_entropy`.
-        shift: whether row i is to predict label i + 1, as in causal language models; the last row is left out. The
-            rows are then those of the last axis but one of x.
+        shift: whether row i is to predict label i + 1, as in causal language models; the last row is left out. Row i
+            is then index i of the last axis of x but one.
         chunk: rows whose logits lie in memory at a time; None for as many as take 256 MiB or the memory of weight.
 
     Returns:

@@ -34,7 +34,7 @@ _REPEATS: Final = 10
 
 
 class Replacement(NamedTuple):
-    """What `replace` did with one module.
+    """Report of what `replace` did with one module.
 
     Attributes:
         name: the module's name in the model, "" for the model itself.

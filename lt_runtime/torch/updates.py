@@ -25,7 +25,7 @@ State: TypeAlias = dict[str, Tensor]
 """A parameter's entry in the state of an optimizer."""
 DTYPES: Final = {torch.float32: DType.FLOAT32, torch.float16: DType.FLOAT16, torch.bfloat16: DType.BFLOAT16}
 Tiles: TypeAlias = "dict[Tensor, kernels.Fp8Copy]"
-"""The entry of each weight that an update also writes in FP8."""
+"""Maps each weight that an update also writes in FP8 to the description of its FP8 copy."""
 MOMENTS: Final = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "v_max"}
 """Maps PyTorch's names of the moments to the kernel's names."""
 _STATE: Final = [name for name, *_ in kernels.OptimizerState._fields_]

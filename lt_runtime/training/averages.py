@@ -163,7 +163,7 @@ class EMA(Fixed):
 
     Attributes:
         model, decay: as given.
-        averages: FP32 arrays on the model's device, by the names of the parameters, with the parameters' shapes.
+        averages: maps the names of the parameters to FP32 arrays of the parameters' shapes on the model's device.
 
     Raises:
         ArgumentError: `decay` is out of its range.

@@ -167,7 +167,7 @@ def _pitch(array: Operand) -> int:
 
 
 class Replay(NamedTuple):
-    """What the checks of a batch have found, for later batches that differ only in addresses and values.
+    """Result of a batch's checks, reused for later batches that differ only in addresses and values.
 
     Attributes:
         key: key of the batch's buffers.
@@ -245,7 +245,8 @@ class GpuStep:
         Raises:
             OperandError: an array of the batch cannot be copied into the buffers.
             CaptureError: the stream is being captured: a step cannot be captured within another capture.
-            GpuError: no memory for another batch size, or another failure; nothing has been updated.
+            GpuError: GPU memory is exhausted by a further batch size, or the driver, compiler or cuBLASLt failed.
+                Nothing has been updated.
         """
         with activated(self._device):
             self._current_stream = library_of(batch[0]).current_stream

@@ -74,8 +74,8 @@ class TrainStep(Fixed):
         group: the processes that train the model together, from `lt.group`; None for this process alone. Each process
             makes the step and calls it with its own batch of `batch_size` rows, which must be given. N processes with
             accumulate=k compute what one process computes with accumulate=N·k on their batches one after the other:
-            gradients, losses and metrics are those of all rows. Parameters, the state of the optimizer and averages are
-            copied from process 0 here. See `docs/distributed.md`.
+            gradients, losses and metrics are computed over the rows of all processes. Parameters, the state of the
+            optimizer and averages are copied from process 0 here. See `docs/distributed.md`.
         shard_state: whether each process keeps moments and master copies of some parameters only, updates these, and
             sends them to the others (ZeRO-1). All processes then call functions that save or load the optimizer.
         tune: whether to measure how the layers run fastest if the plan cache does not know it: about a second a layer
@@ -205,8 +205,8 @@ class TrainStep(Fixed):
             OperandError: an array has another type or device than the model; an array of a parameter has been
                 replaced; or, where `lt.AdamW` checks it, data are not the rounding of their master copy.
             CaptureError: the stream is being captured, and `graph` is set.
-            GpuError: no memory, or another failure. The model's values and the optimizer are unchanged; without a
-                graph, the averages may lack an update.
+            GpuError: GPU memory is exhausted, or the driver, compiler or cuBLASLt failed. The model's values and the
+                optimizer are unchanged; without a graph, the averages may lack an update.
         """
         if changes.latest is not self._held.seen:
             self._held.check()

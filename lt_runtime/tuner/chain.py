@@ -203,8 +203,8 @@ class LayerChain:
     def parts(self) -> list[Part]:
         """All parts of the chain, in the order in which they are decided.
 
-        A backward problem with two derivatives belongs to two parts: first to that of the layer below, then to that of
-        its own layer.
+        A backward problem with two derivatives belongs to two parts: first to the part of the layer below, then to the
+        part of its own layer.
         """
         readers = {index: reader[0] for index in self.forwards if (reader := self.reader(index))}
         alone = [Part(index, None) for index in self.forwards if index not in readers]
@@ -222,7 +222,7 @@ class LayerChain:
 
 
 Tunable: TypeAlias = LayerChain | MatmulProblem | Fp8ChainProblem
-"""What the tuner decides: layers, a product, or whether a layer is in FP8."""
+"""A problem to tune: layers, a product, or whether a layer is in FP8."""
 
 
 def saved_as(problem: ForwardProblem, store: PlanStore) -> Saved | None:

@@ -101,7 +101,7 @@ class _Search:
         self._timings: dict[_Key, Timing] = {}  # times of plans that were timed alone and are not rejected
         self.before = self._plans(heuristic_algorithm)
         self.after: _Plans = {}
-        self._untuned, self._plainest = self._untuned_and_plainest(self.before)
+        self._untuned, self._plainest = self._default_and_reference(self.before)
         self._screened: Mapping[_Split, float] = {}  # microseconds of each split with untuned algorithms
         self._expected: Mapping[str, Any] = {}
 
@@ -138,8 +138,10 @@ class _Search:
             return splits
         return [split for split in splits if split[-1].problem == self._readers[split[0].strategy.saved]]
 
-    def _untuned_and_plainest(self, plans: _Plans) -> list[_Split]:
-        """Two splits: the one that runs untuned, by the fitted priors, and that of products without epilogues.
+    def _default_and_reference(self, plans: _Plans) -> list[_Split]:
+        """Two splits: the default (first by the fitted priors, used without tuning) and the reference.
+
+        The reference split uses no epilogues of cuBLASLt.
 
         Raises:
             PlanError: all splits have been rejected.
@@ -163,12 +165,12 @@ class _Search:
         return {split: sum(self._timings[_key(plan)].median_us for plan in split) for split in timed}
 
     def _timings_of(self, problem: LayerProblem) -> dict[Strategy, Timing]:
-        """The times of a problem's plans, by their strategies."""
+        """Maps each strategy for a problem to the time of its plan."""
         return {key[1]: timing for key, timing in self._timings.items() if key[0] == problem}
 
     def time_alone(self, plans: _Plans, rounds: int, budget_s: float) -> None:
         """Times forward plans against each other, and backward plans; the plan that runs untuned comes first."""
-        untuned, _ = self._untuned_and_plainest(plans)
+        untuned, _ = self._default_and_reference(plans)
         for first, layer, variants, floor in zip(untuned, self._layers, self._variants, self._floors_us, strict=True):
             contenders = [first, *(plan for plan in plans.values() if plan.problem in variants)]
             placed = {_key(plan): [(layer, plan)] for plan in contenders}
@@ -186,7 +188,7 @@ class _Search:
         best = {plan: min(each.median_us for each in self._timings_of(plan.problem).values()) for plan in near}
         near = {plan for plan in near if self._timings[_key(plan)].median_us <= _PROMISING * best[plan]}
         ours = [plan for plan in self.before.values() if any(supports(each.problem) for each in plan.products.values())]
-        untuned, _ = self._untuned_and_plainest(self.before)
+        untuned, _ = self._default_and_reference(self.before)
         return {_key(plan) for plan in (*near, *ours, *untuned)}
 
     def tune_products(self, keys: Iterable[_Key]) -> None:
@@ -234,7 +236,7 @@ class _Search:
         concurrent kernels differ: at 1600x256x1024 in TF32 the product with GELU's derivative takes 39 µs concurrently
         with the weight gradient by the algorithm that is 3 % faster alone, and 28 µs by the untuned algorithm (H200).
         """
-        by_priors, plainest = self._untuned_and_plainest(self.after)
+        by_priors, plainest = self._default_and_reference(self.after)
         times = self._times(self.after)
         best = sorted(times, key=times.__getitem__)[:_MOST_FINALISTS]
         close = [split for split in best if times[split] <= _CLOSE * times[best[0]]]

@@ -209,7 +209,7 @@ def proven(problem: MatmulProblem, device: int, entry: ProductEntry) -> ProductE
 
 
 def _fault(plan: AlgorithmPlan, device: int) -> str | None:
-    """What is wrong with the results of a plan's algorithm, in words; None if they are right."""
+    """Error message if the results of a plan's algorithm are wrong; None if they are right."""
     with workbench(device) as bench:
         operands = ProductOperands(bench.memory, plan.problem)
         launch = launcher(plan, [operands.call(bench.clock.stream)])

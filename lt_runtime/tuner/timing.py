@@ -271,7 +271,7 @@ class Contenders(Protocol[Name]):
 
 
 class Outcome(NamedTuple, Generic[Name]):
-    """The result of a race: the winner, and the latest times by name, including those of rejected contenders."""
+    """The result of a race: the winner, and the latest times by name, rejected contenders included."""
 
     winner: Name
     timings: Mapping[Name, Timing]

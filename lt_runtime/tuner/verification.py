@@ -240,7 +240,7 @@ def _rounding(dtype: DType) -> Rounding:
 
 
 def _limits(values: NDArray[Any], errors: NDArray[Any], rounding: Rounding) -> NDArray[np.float64]:
-    """Tolerances of results: computation errors plus rounding to their type, by the formula of `store` in verify.cu."""
+    """Tolerances of results: computation errors plus rounding to their type, as `store` in verify.cu computes them."""
     limits: NDArray[np.float64] = errors + rounding.unit * abs(values) + rounding.least
     limits[abs(values) + limits > rounding.largest] = math.inf
     return limits

@@ -23,7 +23,7 @@ _MOST: Final = 4
 
 
 class Candidate(NamedTuple):
-    """What decides a layer's precision: the FP8 state, None without one, N and K of the weight, and the options."""
+    """The inputs to the choice of a layer's precision: FP8 state (or None), N and K of the weight, and the options."""
 
     state: FP8State | None
     outputs: int

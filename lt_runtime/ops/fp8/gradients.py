@@ -53,7 +53,7 @@ def _new_cast(place: int, kind: str, like: Operand) -> dict[int, New]:
 
 
 def _scale_and_amax(slots: int) -> tuple[int, int]:
-    """The addresses of dy's scale and largest magnitude, from that of a layer's slots."""
+    """The addresses of dy's scale and largest magnitude, given the address of a layer's slots."""
     slot = slots + SLOT * DY
     return slot + SCALE_AT, slot + AMAX_AT
 
@@ -61,7 +61,7 @@ def _scale_and_amax(slots: int) -> tuple[int, int]:
 class CastGated(PassOperation):
     """See `gated_bwd_in_fp8`. A call's options are the name of the FP8 type, the activation and the dropout.
 
-    A call's scalars are those of `GatedBackward`. The slots of the value are absent if they are those of the gate.
+    A call's scalars are those of `GatedBackward`. The slots of the value are absent if the gate has the same ones.
     """
 
     names = ("dy", "h", "rows", "transposed", "slots", "slots_of_value")

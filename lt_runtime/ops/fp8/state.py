@@ -37,12 +37,12 @@ class FP8State:
         recipe: the argument.
         slots: FP32 (3, 8), a row for x, w and dy: 1 / scale, scale, largest magnitude since the last update, largest
             number of the FP8 type, number of overflows; None before the first call. After the graph of an
-            `lt.TrainStep` the largest magnitude of w is that of the next step.
+            `lt.TrainStep` the row of w has the largest magnitude of the updated weight.
         history: FP32 (3, steps), largest magnitudes of the last steps, the latest first; None before the first call.
         calibrated: the rows of `slots` (0 for x, 1 for w, 2 for dy) whose scales have been computed or loaded.
         needs_dx, needs_dw: whether backward will compute dx, and dw; both are True by default, and blocks set both. For
-            dx forward makes the transpose of w in FP8, and for dw that of x. The choice by `lt.FP8.fallback` depends on
-            `needs_dx` too.
+            dx forward makes the transpose of w in FP8, and for dw the transpose of x. The choice by
+            `lt.FP8.fallback` depends on `needs_dx` too.
         fallback: why the last forward call computed the layer in its own type; None if it was in FP8.
         kept: the weight in FP8 for inference, see `KeptWeight`; None before the first inference.
         copies: while a training step runs that keeps the weight in FP8, the weight and its transpose, which is None

@@ -41,7 +41,7 @@ class Optimizer(Fixed):
     All groups share a step number, a schedule, the norm of all gradients and a loss scale. On a GPU each group is
     updated by one kernel. It computes the learning rate from the step's number on the device, and the last group's
     kernel advances that number, so that a captured graph can be replayed. With `max_norm`, `skip_nonfinite` or `scaler`
-    another kernel reads the gradients before. The host reads nothing back::
+    another kernel reads the gradients first. The host reads nothing back::
 
         optimizer = lt.Optimizer([(matrices, lt.rules.Lion(1e-4)), (others, lt.rules.AdamW(3e-4))], max_norm=1.0)
 
@@ -144,7 +144,8 @@ class Optimizer(Fixed):
     def whole_state(self) -> Iterator[None]:
         """Within a `with` block every process has the moments and master copies of all parameters.
 
-        All processes must enter the block. Arrays that another process owns are copies, and are dropped at its end.
+        All processes must enter the block. Arrays that another process owns are copies, and are dropped at the block's
+        end.
         """
         shard, own = self._state.shard, self._state.moments
         if shard is None:
@@ -179,7 +180,7 @@ class Optimizer(Fixed):
 
     @property
     def skipped(self) -> Any:
-        """Array (1,) of uint32 on the parameters' device: other than 0 if the last step was skipped.
+        """Array (1,) of uint32 on the parameters' device: nonzero if the last step was skipped.
 
         Pass the array to `FP8State.update(skipped=)`. The value is None unless steps may be skipped. Steps write the
         array only after this property has been read once, and a graph only if that was before the graph's capture.
@@ -340,7 +341,7 @@ class Optimizer(Fixed):
 
 
 def state_arrays(optimizer: Optimizer, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """The arrays that updates change and read, by their names in `Optimizer.state_dict`.
+    """Maps names in `Optimizer.state_dict` to the arrays that updates change and read.
 
     Args:
         names: of the parameters; None for their own.
@@ -377,7 +378,7 @@ def state_ranges(optimizer: Optimizer, names: Sequence[str] | None = None) -> di
 
 
 def outside(name: str, values: NDArray[Any], bounds: Bounds) -> str:
-    """A complaint about the first value of an array that lies outside its bounds; empty if there is none."""
+    """Error message for the first value of an array that lies outside its bounds; empty if all lie within."""
     if name not in bounds:
         return ""
     (lowest, highest), values = bounds[name], values.reshape(-1)

@@ -243,7 +243,10 @@ def _in_fp32(operand: Operand, stream: int) -> Any:
 
 
 def values_for(parameter: Parameter, name: str, values: Any) -> NDArray[np.float32]:
-    """Values for a parameter as FP32 on the host; raises as `Parameter.assign`. Errors call the values `name`."""
+    """Values for a parameter as FP32 on the host.
+
+    Raises the errors of `Parameter.assign` that concern values; their messages name the values `name`.
+    """
     host, (data, _) = host_values(name, values), host_access(f"{parameter.name}.data", parameter.data)
     if host.shape != data.shape:
         found = f"{name} is {shown(values)}, of shape {host.shape}"

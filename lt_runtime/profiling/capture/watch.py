@@ -43,7 +43,7 @@ class Watch:
     """A listener of ranges and a trace function of Python, which inspects the graph under capture at each line.
 
     Attributes:
-        nodes: the place where each node was captured, by the node's handle, in the order of capture.
+        nodes: maps each node's handle to the place where the node was captured, in the order of capture.
         broken: the place where the capture was first found invalid; None while the capture is valid.
         raised: the last exception seen, and the place where it was raised; None if there was no exception.
     """

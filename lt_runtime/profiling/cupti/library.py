@@ -29,7 +29,7 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "GetTimestamp GetVersion Unsubscribe": (_P,),
     "Subscribe": (_P, _P, _P),
 }
-"""Argument types of the used CUPTI functions, by the functions' names without the prefix cupti."""
+"""Maps the name of each CUPTI function in use, without the prefix cupti, to its argument types."""
 _ARGUMENTS: Final = {f"cupti{name}": types for names, types in _SIGNATURES.items() for name in names.split()}
 _MAX_LIMIT_REACHED: Final = 12
 _REMEDIES: Final = {
@@ -117,19 +117,19 @@ pop_id: Final = functools.partial(_number, _U64, "cuptiActivityPopExternalCorrel
 node_id: Final = functools.partial(_number, _U64, "cuptiGetGraphNodeId")
 """Function that returns CUPTI's id of a graph node, given the node's address.
 
-The upper half is the graph's id, the lower half identifies the node in the graph.
+The upper 32 bits are the graph's id; the lower 32 bits identify the node within the graph.
 """
 
 graph_id: Final = functools.partial(_number, _U32, "cuptiGetGraphId")
 """Function that returns CUPTI's id of a graph, given the graph's address."""
 
 executable_id: Final = functools.partial(_number, _U32, "cuptiGetGraphExecId")
-"""Function of the address of an executable graph: its id. Its nodes' ids have the lower halves of the original's."""
+"""Function of the address of an executable graph: its id. Its nodes' ids have the same lower 32 bits."""
 
 
 @functools.cache
 def call_name(kind: int, number: int) -> str:
-    """The name of a call of the driver or the runtime, by the kind of its record and its number."""
+    """The name of a call of the driver or the runtime, given the kind of its record and its number."""
     domain = _DRIVER_API if kind == DRIVER else _RUNTIME_API
     try:
         return _string(_number(_P, "cuptiGetCallbackName", domain, number))
@@ -144,7 +144,7 @@ def kernel_name(address: int) -> str:
 
 @functools.cache
 def _demangled(name: str) -> str:
-    """The readable form of a C++ symbol; other names, and all names if libstdc++ is missing, are unchanged."""
+    """Demangles a C++ symbol; returns the name unchanged if it is no C++ symbol, or if libstdc++ is missing."""
     try:
         library = ctypes.CDLL("libstdc++.so.6")
     except OSError:
