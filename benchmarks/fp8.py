@@ -184,11 +184,13 @@ _TARGETS: Final[Mapping[tuple[str, str, str], float]] = {
     (COMPARED[1].name, "lt", "lt_bf16"): 1.15,
     (COMPARED[2].name, "lt", "torch_autocast"): 1.9,
 }
-"""Targets: for a case, a contender of ours and another, the least ratio of the other's sustained time to ours."""
+"""Targets: maps a case, a contender of ours and a second contender to the least ratio of the second's sustained time to
+ours.
+"""
 _NEVER_SLOWER: Final = 0.99
 _INFERENCE: Final = 1.4
 _MEMORY: Final = {False: 1.1, True: 1.0}
-"""The most memory of a step in FP8 as a multiple of BF16's, without and with FP32 masters."""
+"""Upper limit of the memory of a step in FP8 as a multiple of BF16's, without and with FP32 masters."""
 
 
 def findings(rows: Sequence[Json]) -> list[Finding]:

@@ -228,7 +228,7 @@ def memory_of_step(step: lt.TrainStep) -> int:
 
 
 class SecondProcess:
-    """Builds plans in a second process, and counts how often the process measures, by the uses of the tuner's clock.
+    """Builds plans in a second process; counts the process's measurements, which are uses of the tuner's clock.
 
     Attributes:
         us: microseconds of building each plan; the first also loads the libraries.

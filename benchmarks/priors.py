@@ -173,7 +173,7 @@ def _kind(row: Row) -> str:
 
 
 def _undisturbed(times: Mapping[str, float]) -> dict[str, float]:
-    """Returns `times` without those that something disturbed.
+    """Returns `times` without disturbed times.
 
     A time counts as disturbed if it is much longer than the time of the same kernels in another order.
     """

@@ -61,7 +61,7 @@ def step(stages: Stages) -> None:
 
 
 def trained(stages: Stages, model: str) -> None:
-    """Makes two training steps of the named model, then `_STEPS` more; stage `step` is the mean time of the latter."""
+    """Makes two training steps of the named model, then `_STEPS` more, whose mean time is the stage `step`."""
     cp, train = _first_steps(stages, model)
     for _ in range(_STEPS):
         train()

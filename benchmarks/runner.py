@@ -62,7 +62,7 @@ def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:
     write into the file in the meantime stay as well.
 
     Raises:
-        SystemExit: there is no GPU, or the result file has rows of another one.
+        SystemExit: there is no GPU, or the result file has rows of another GPU.
     """
     file, digest = file_of(name, options), digests.digest(name, digests.working_files())
     kept = kept_rows(file) if options.resume else {}

@@ -79,7 +79,7 @@ def jobs_of(measure: Callable[..., Row], cases: Sequence[Any], options: argparse
 
 
 def modes(options: argparse.Namespace, *, compiled: bool = False) -> dict[str, str | None]:
-    """By the names of PyTorch's contenders, the modes of torch.compile; None for the one that is not compiled.
+    """Maps names of PyTorch's contenders to modes of torch.compile; None for the contender that is not compiled.
 
     Args:
         compiled: whether the default mode takes part even if no option asks for it.

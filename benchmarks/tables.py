@@ -400,7 +400,7 @@ TABLES: Final[Mapping[str, tuple[Callable[[], str], Sequence[str]]]] = {
     "scaling": (scaling, ("scaling",)),
     "scaling-predicted": (scaling_predicted, ("scaling",)),
 }
-"""By name: the function that makes a table, and the suites whose source stands above it."""
+"""Maps the name of a table to the function that makes it, and to the suites whose source stands above it."""
 
 
 def table(name: str) -> str:

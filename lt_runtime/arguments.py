@@ -137,7 +137,7 @@ def batches_of(name: str, given: Any, sizes: Collection[int], batch: str, accept
         batch, accepted: a batch and the iterable in words, for errors.
 
     Raises:
-        KindError: for an object that is no such iterable.
+        KindError: `given` is not an iterable of batches.
     """
     try:
         batches = iter(given)

@@ -1,4 +1,4 @@
-"""Names of the epilogues: what is done to a matrix product before it is stored. `cublaslt` has their numbers."""
+"""Names of the epilogues: operations on a matrix product before it is stored. `cublaslt` has their numbers."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class OverlapError(OperandError):
 
 
 class CheckpointError(LtError, ValueError):
-    """A file is damaged, is no checkpoint, or is one of another model or optimizer; or a state cannot be saved."""
+    """A file is damaged, or is no checkpoint of this model and optimizer; or a state cannot be saved."""
 
 
 class FileError(LtError, OSError):
@@ -111,7 +111,7 @@ class MissingLibraryError(LtError, ImportError):
 
 
 class GroupError(LtError, RuntimeError):
-    """The processes of a group differ in something that must be equal, or cannot work together."""
+    """The processes of a group differ in a value that must be equal, or cannot work together."""
 
 
 class CaptureError(LtError, RuntimeError):

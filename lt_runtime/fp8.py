@@ -133,7 +133,7 @@ class Fp8Problem:
     """A layer's forward or backward pass in FP8. The plan cache has plans for its products, none for the pass itself.
 
     Attributes:
-        prologue: what the cast of x applies; for a forward pass only.
+        prologue: the function that the cast of x applies; for a forward pass only.
     """
 
     layer: ForwardProblem | BackwardProblem

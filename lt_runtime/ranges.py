@@ -170,7 +170,7 @@ def on(stream: int) -> Iterator[None]:
 
 
 placed: Final = _stream.get
-"""Function without arguments that returns the stream that this thread declared by `on`; None without such a block."""
+"""Function without arguments that returns the stream that this thread declared by `on`; None outside of `on`."""
 
 
 PHASES: Final = ("input", "forward", "loss", "backward", "optimizer")

@@ -29,7 +29,7 @@ def check_type(operand: Operand, dtype: str) -> None:
 
 
 def check_one_float32(operand: Operand, dtype: str = "float32") -> None:
-    """Raises `DTypeError` or `ShapeError` unless the operand is one FP32 number, or one of another given type."""
+    """Raises `DTypeError` or `ShapeError` unless the operand is one number of type FP32, or of the given type."""
     check_type(operand, dtype)
     if operand.shape not in ((), (1,)):
         raise ShapeError(f"{operand.name} has shape {operand.shape}; accepted are () and (1,)")

@@ -121,7 +121,7 @@ class PreparedMatmul:
     def arguments(
         self, alpha: Scalar, a: int, b: int, beta: Scalar, c: int, d: int, workspace: int, size: int, stream: int
     ) -> tuple[Any, ...]:
-        """The library's arguments for a launch on `stream`, from those of `matmul`; `size` is its `workspace_size`.
+        """The library's arguments for a launch on `stream`, from `matmul`'s arguments; `size` is its `workspace_size`.
 
         Raises:
             ArgumentError: α or β does not fit the scale type.

@@ -61,7 +61,7 @@ class Buckets:
     def __init__(self, group: Group, parameters: Sequence[Parameter], device: int | None) -> None:
         self._group, self._device, self._engine = group, device, group.engine(device)
         self._parameters = {id(each): each for each in parameters}
-        # How often a pass writes each parameter's gradient, by the parameter's id, in the order of the last writes.
+        # Maps the id of a parameter to how often a pass writes its gradient, in the order of the last writes.
         self._writes = Counter[int]()
         self._buckets: list[list[int]] = []
         self._left = Counter[int]()  # The number of these writes that the present pass has not made yet.

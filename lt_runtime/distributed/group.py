@@ -151,7 +151,7 @@ class Group(Fixed):
         return [each for *_, each in given]
 
     def from_first(self, value: bytes, what: str) -> bytes:
-        """The bytes that process 0 gives; those of the other processes are ignored."""
+        """The bytes that process 0 gives; the bytes of the other processes are ignored."""
         return self.gather(value if self.rank == 0 else b"", what)[0]
 
     def barrier(self, what: str = "a barrier") -> None:

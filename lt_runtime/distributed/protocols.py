@@ -1,4 +1,4 @@
-"""Protocols of what carries the values of a group of processes: `Wire` those of the host, `Engine` arrays."""
+"""Protocols for communication in a group of processes: `Wire` sends values of the host, `Engine` sends arrays."""
 
 from __future__ import annotations
 

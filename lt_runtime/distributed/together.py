@@ -32,7 +32,7 @@ def start_together(
     *,
     shard_state: bool,
 ) -> None:
-    """Compares a new step with those of the other processes, and copies all values of process 0 to them.
+    """Compares a new step with the steps of the other processes, and copies all values of process 0 to these processes.
 
     Args:
         averages: the arrays of an `lt.EMA`; empty without one.
@@ -40,7 +40,7 @@ def start_together(
         shard_state: whether the processes then divide the state of the optimizer among them.
 
     Raises:
-        GroupError: something differs that must be equal.
+        GroupError: a value differs that must be equal in all processes.
     """
     version = import_module("lt_runtime").__version__
     described = {"version": version, **_of_model(model, optimizer), **_of_optimizer(optimizer)}

@@ -170,8 +170,8 @@ class CapturedNodes:
     The listener records only ranges of the thread that created it.
 
     Attributes:
-        paths: names of the ranges around a node, outermost first, by the node's handle. Nodes outside all ranges are
-            left out.
+        paths: maps the handle of a node to the names of the ranges around it, outermost first. Nodes outside all ranges
+            are left out.
     """
 
     def __init__(self, stream: int) -> None:

@@ -26,7 +26,7 @@ class DropoutState:
     """The state of the random numbers from which a kernel draws a layer's dropout mask.
 
     Attributes:
-        threshold: what `keep_threshold` returns for the dropout probability.
+        threshold: the value of `keep_threshold` for the dropout probability.
         philox: seed, layer and step that the random numbers come from.
         step_address: address of a uint32 on the device that the kernel reads instead of `philox.step`; 0 if none.
     """

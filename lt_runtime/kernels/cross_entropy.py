@@ -261,8 +261,8 @@ class CrossEntropyPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: holds the addresses of logits, labels, gradient, loss, row weights and class weights. That of the
-                gradient is 0 if its layout is None, and the last two are 0 where there are none.
+            call: holds the addresses of logits, labels, gradient, loss, row weights and class weights. The
+                gradient's is 0 if its layout is None; the last two are 0 without weights.
         """
         logits, labels, gradient, loss, row_weights, class_weights = call.addresses
         scratch, tickets, counted = memory.scratch(self.scratch_bytes), memory.tickets, 0

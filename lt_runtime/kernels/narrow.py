@@ -238,7 +238,7 @@ def _is_aligned(form: _Form, problem: MatmulProblem) -> bool:
 
 
 def narrow_macros(dtype: DType, width: int, aligned: bool, rows: int | None, epilogue: Epilogue | None) -> Macros:
-    """Preprocessor definitions of a narrow kernel; `rows` and `epilogue` are None if it has no such definition."""
+    """Preprocessor definitions of a narrow kernel; `rows` and `epilogue` are None if it lacks these."""
     shared = define() if rows is None else define(ROWS=rows)
     macros = (*define(SCALAR=dtype, WIDTH=width), *shared, *define(ALIGNED=aligned))
     if epilogue is None:

@@ -58,7 +58,7 @@ class Norm(NamedTuple):
 
     @property
     def sums(self) -> int:
-        """Number of gradients that are sums over rows: those of weight and, in LayerNorm, bias."""
+        """Number of gradients that are sums over rows: the gradients of weight and, in LayerNorm, bias."""
         return 1 + self.has_mean
 
 

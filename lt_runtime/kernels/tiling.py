@@ -106,7 +106,7 @@ class Access(enum.IntEnum):
         """The macros for how a kernel loads and stores octets, and for the blocks that a multiprocessor must hold.
 
         The compiler limits a thread's registers so that this many blocks fit on a multiprocessor. Kernels for operands
-        that are not aligned have no such limit: they use as many registers as they need.
+        that are not aligned have no limit of registers: they use as many registers as they need.
         """
         return ("ALIGNED", str(int(self))), ("BLOCKS", str(blocks if self else 1))
 

@@ -244,7 +244,7 @@ class Block:
         """Copies of all parameters' values, in the model's type: NumPy arrays, on a GPU CuPy arrays. Waits for the GPU.
 
         Args:
-            names: other names for parameters, by their own names ("layer0.weight", "layer0.bias" and so on), for
+            names: maps parameters' own names ("layer0.weight", "layer0.bias" and so on) to names in the result, for
                 example {"layer0.weight": "0.weight"} for PyTorch's `nn.Sequential`. `load_state_dict` takes the same.
 
         Raises:

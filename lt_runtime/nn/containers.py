@@ -98,7 +98,7 @@ def _flat(blocks: Iterable[Block]) -> Iterable[Block]:
 
 
 def _forward_into(out: Any, block: Any, x: Any, run: Pass, **more: Any) -> Any:
-    """Runs a block's forward with `out` as the buffer of its outputs; copies them if the block takes no such buffer."""
+    """Runs a block's forward with `out` as the buffer of its outputs; copies them if the block takes no `out`."""
     if "out" in inspect.signature(block.forward).parameters:
         return block.forward(x, run, out=out, **more)
     y = block.forward(x, run, **more)

@@ -1,4 +1,4 @@
-"""Gated activations forward and backward as operations, and `GatedContext`, what forward keeps for backward."""
+"""Gated activations forward and backward as operations; `GatedContext` holds the tensors kept for backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Forward and backward of a linear layer as operations, and `LinearContext`, what forward keeps for backward."""
+"""Forward and backward of a linear layer as operations; `LinearContext` holds the tensors kept for backward."""
 
 from __future__ import annotations
 
@@ -362,7 +362,9 @@ def write_gradients(options: BackwardOptions, values: Mapping[str, Any], outputs
 
 
 def wanted_gradients(options: BackwardOptions, given: Mapping[str, Operand | None]) -> dict[str, bool]:
-    """Whether each gradient is computed, by its name; dz is computed as a result if the caller gives a buffer for it.
+    """Maps the name of each gradient to whether it is computed.
+
+    dz is computed as a result if the caller gives a buffer for it.
 
     Raises:
         ArgumentError, ShapeError: the options contradict each other.

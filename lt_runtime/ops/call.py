@@ -341,7 +341,7 @@ class _Allowance:
     """Limits the time spent on automatic captures to a share of the elapsed time, plus a small reserve.
 
     A capture takes as long as more than ten of the calls that it makes faster. If the addresses of arrays keep
-    changing, as those of PyTorch's tensors may for dozens of steps, most graphs would be launched only a few times.
+    changing, as in PyTorch they may for dozens of steps, most graphs would be launched only a few times.
     """
 
     def __init__(self) -> None:

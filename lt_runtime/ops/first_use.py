@@ -1,4 +1,4 @@
-"""What happens before the first use of a problem: other machines' algorithms are verified, and the problem is tuned.
+"""Steps before the first use of a problem: algorithms from other machines are verified, and the problem is tuned.
 
 This module only decides whether to measure. The tuner is imported only when a problem has to be measured.
 """

@@ -55,7 +55,7 @@ def tune(
     """Measures how the layers of a training step run fastest, and stores the results in the plan cache.
 
     The layers are those of `lt.MLP(dims)`, every matrix row-major and without gaps; or those of a model, which runs
-    forward and back once, so that its gradients are overwritten. Other problems are given as such, or tuned at their
+    forward and back once, so that its gradients are overwritten. Other problems are passed as `dims`, or tuned at their
     first run within `lt.tuning()`. Problems in the plan cache are not measured again. It takes about
     a second a problem at most on an H200. An interruption (Ctrl-C) keeps the results so far, and the next call goes
     on from there. Problems for which the GPU has not enough memory cost a warning.

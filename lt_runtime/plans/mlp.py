@@ -30,7 +30,7 @@ class MlpPlan(PassPlan):
     """A pass of an MLP: the gradients of its parameters if `problem.backward` is set, otherwise its outputs.
 
     A call's addresses are those of x, of the outputs y or of their gradient dy, of each layer's weight and bias, and of
-    the gradients of weights and biases. With a loss, the targets' address replaces that of dy, and the loss's address
+    the gradients of weights and biases. With a loss, the targets' address replaces dy's, and the loss's address
     comes last.
 
     Args:

@@ -55,10 +55,10 @@ class BackwardStrategy:
     """How a backward pass is split. Our kernel always computes dz, because no product precedes it whose epilogue could.
 
     Attributes:
-        db: what computes the bias gradient: our kernel, alone or together with dz, or the epilogue of the product dw.
-        derivative: what multiplies dx by the derivative of the activation of the layer below: our kernel, in place, or
-            the epilogue of the product dx.
-        db_below: what computes the bias gradient of the layer below: our kernel, or the epilogue of the product dx.
+        db: method for the bias gradient: our kernel, alone or together with dz, or the epilogue of the product dw.
+        derivative: method for multiplying dx by the derivative of the activation of the layer below: our kernel, in
+            place, or the epilogue of the product dx.
+        db_below: method for the bias gradient of the layer below: our kernel, or the epilogue of the product dx.
         dw_concurrent: whether, in a graph, dw is computed in a branch concurrently with dx; so is the bias gradient, if
             the first pass computes nothing else. Without a graph there is no branch, because recording its events costs
             more host time than the GPU gains.

@@ -11,7 +11,7 @@ The heuristic's first algorithm is used, except in these cases, which the heuris
   kernel.
 - Splitting a short K does not pay: BF16 3904x24x21 takes 5.9 µs with K split into six parts, and 2.6 µs without.
 - Large TF32 products are fastest by kernels for Hopper: 7456x2840x464 takes 150 µs by the first algorithm, 84 by the
-  second, which is such a kernel.
+  second, which is a kernel for Hopper.
 - A TF32 product for a gradient (dx or dw) takes as long as the multiprocessor with the most loads or multiplications:
   1024x512x2048 takes 33 µs in 64 tiles of 64x128 elements, and 20 µs in 32 tiles of 128x128 with K split into four
   parts. Here too another algorithm must be estimated to be faster by a tenth. The estimate also holds for other TF32
@@ -42,7 +42,7 @@ _HOPPER: Final = 66
 _HOPPER_TF32: Final = 43
 _OLDER_TF32: Final = 21
 _SELDOM_FAST: Final = (20, 41, 42)
-"""Ids of kernels that are used only if the heuristic offers no others; in full FP32 they compete like all others."""
+"""Ids of kernels that are used only if the heuristic offers no further kernels; in full FP32 they compete equally."""
 SHORT_K: Final = 128
 """K up to which splitting K does not pay."""
 _TALL: Final = 1 << 15
@@ -117,7 +117,7 @@ def is_split_for_nothing(problem: MatmulProblem, offered: Offered) -> bool:
 def has_many_tiles(problem: MatmulProblem) -> bool:
     """Whether a TF32 product with a short K has so many rows or columns that the shape of the tiles decides its time.
 
-    For such a product further queries for algorithms pay: 262144x40x32 takes 68 µs in tiles of 256x64 elements, 27 µs
+    If so, further queries for algorithms pay: 262144x40x32 takes 68 µs in tiles of 256x64 elements, 27 µs
     in tiles of 64x128.
     """
     is_tall = max(problem.m, problem.n) >= _TALL
@@ -139,7 +139,7 @@ def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
 
 
 def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
-    """What `most_promising` returns if none of the offers uses a kernel of `_SELDOM_FAST`, or all of them do."""
+    """The index that `most_promising` returns if no offer, or every offer, uses a kernel of `_SELDOM_FAST`."""
     first, is_tf32 = offers[0], problem.compute is Compute.TF32
     lies_along_k = problem.b.layout.order is Order.COLUMN  # B is contiguous along K, as in a forward pass
     is_ragged = not are_whole(problem.dtype, problem.a, problem.b, problem.d)

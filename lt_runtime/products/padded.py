@@ -193,7 +193,7 @@ def sharing_copy(products: Mapping[str, AlgorithmPlan]) -> tuple[dict[str, Algor
 
 
 def copies_of(problem: MatmulProblem, inner: MatmulProblem) -> dict[str, Resize]:
-    """The copies between the operands of a product and those of its padded product `inner`, by operand name."""
+    """Maps operand names to the copies between a product's operand and its padded product's, `inner`."""
     pairs = {name: (getattr(problem, name), getattr(inner, name)) for name in ("a", "b", "d")}
     found = {name: Resize(own.layout, copy.layout) for name, (own, copy) in pairs.items() if own != copy}
     if problem.epilogue.has_bias and (inner.n, inner.bias_alignment) != (problem.n, problem.bias_alignment):

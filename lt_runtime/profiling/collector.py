@@ -72,7 +72,7 @@ class Collector:
         # The history of open ranges in the thread that made the profile: ids of paths, and the time from which each was
         # open.
         self._borders, self._opened = array("q"), array("q")
-        # The ranges in which each node was captured, by the ids of its graph and of the node in the graph. A cloned or
+        # Maps the id of a graph and of a node in it to the ranges in which the node was captured. A cloned or
         # executable graph is traced back to its source, which is the graph that it was made from.
         self._places, self._sources = dict[tuple[int, int], Path](), dict[int, int]()
         self._exits = contextlib.ExitStack()

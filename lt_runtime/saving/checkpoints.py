@@ -536,7 +536,7 @@ def _value_names(path: AnyPath, kinds: Kinds, shapes: Mapping[str, tuple[int, ..
     """Names of the arrays with the most accurate values of parameters: master copies if the file has them.
 
     Raises:
-        CheckpointError: the file lacks a parameter, has one of another shape, or an array that no checkpoint has.
+        CheckpointError: the file lacks a parameter, has one with a wrong shape, or has an array that no checkpoint has.
     """
     for name in shapes.keys() - kinds.keys():
         raise CheckpointError(f"{path} has no {shortened(name)}")
@@ -552,9 +552,9 @@ def _value_names(path: AnyPath, kinds: Kinds, shapes: Mapping[str, tuple[int, ..
 
 
 def _write_saved(path: AnyPath, model: Block, values: Arrays) -> None:
-    """Writes values, by the names of `_value_names`, into all parameters of a model and their master copies.
+    """Writes values into all parameters of a model and their master copies; loads FP8 scales among the values too.
 
-    FP8 scales among the values are loaded too.
+    `_value_names` gives the name of each parameter's value.
 
     Raises:
         CheckpointError: the model's type would make a finite value infinite.

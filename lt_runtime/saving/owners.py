@@ -57,7 +57,7 @@ def state_of(owners: Mapping[str, Any]) -> State:
         KindError: an object of a kind that has no state.
     """
     state = State({}, {}, {}, {})
-    # The keyword of the first model that has a parameter, and the parameter's name in it, by the parameter's id.
+    # Maps a parameter's id to the keyword of the first model that has the parameter, and to its name in this model.
     named = dict[int, tuple[str, str]]()
     for keyword, each in sorted(owners.items(), key=lambda item: (not isinstance(item[1], Block), item[0])):
         if not keyword.isidentifier() or keyword in _RESERVED:

@@ -183,7 +183,7 @@ def better(ours: Kind, theirs: Kind) -> Kind:
     """The better of two entries for one problem, which is kept. The order of several merges does not change the result.
 
     The later entry is better, unless its date is in the future; of entries with equal dates the faster one; of equally
-    fast entries the one that has an algorithm. A barred entry loses to any entry that is not barred, which then lists
+    fast entries the entry that has an algorithm. A barred entry loses to any entry that is not barred, which then lists
     the barred choice among its rejected ones.
     """
     if replace(ours, barred=None) == replace(theirs, barred=None):

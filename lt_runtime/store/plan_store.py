@@ -139,7 +139,7 @@ class PlanStore:
             return self._document.render()
 
     def take_over(self, content: bytes) -> None:
-        """Replaces all entries by those of another process's store, see `content`.
+        """Replaces all entries by the entries of another process's store, see `content`.
 
         From then on, this store does not read or write its file, which would bring back the replaced entries.
 

@@ -33,7 +33,7 @@ _START, _END = '{"problem": "', '}"}'
 _OF_D: Final = "d", "c", "aux", "y", "preactivation", "addend", "dy", "dz", "output_derivative"
 _OF_A: Final = "a", "x", "dx", "input_derivative"
 _AXES: Final = dict.fromkeys(_OF_D, "MN") | dict.fromkeys(_OF_A, "MK") | {"b": "KN", "w": "NK", "dw": "NK"}
-"""The two axes of each matrix of a problem, by field name; for a derivative those of its saved tensor."""
+"""The two axes of each matrix of a problem, by field name; for a derivative, the axes of its saved tensor."""
 
 # Largest size of a recording in bytes.
 _LARGEST: Final = 16 << 20

@@ -161,7 +161,7 @@ def _norm(module: Any) -> Function:
 
 
 def _residual(*parts: Any) -> Function:
-    """The function norm(layers(x) + residual) of linear layers; the residual is x unless the call gives another."""
+    """The function norm(layers(x) + residual) of linear layers; the residual is x unless the call gives one."""
     *layers, norm = parts
     run, kind = _chain(*layers), KINDS.get(name_of(norm))
     normalise = unusual(norm) or (_norm(norm) if kind and kind.read is _norm else "it is no norm")

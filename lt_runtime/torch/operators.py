@@ -229,7 +229,8 @@ class _Differentiable(torch.autograd.Function):
 def applied(function: Any, name: str) -> Callable[..., Any]:
     """The `apply` of an autograd function, which profilers show under the given name.
 
-    This `apply` skips PyTorch's search for tensors of `torch.func`, which takes 5 µs: `is_eager` refuses such tensors.
+    This `apply` skips PyTorch's search for tensors of `torch.func`, which takes 5 µs; it can, because `is_eager`
+    refuses them.
     """
     apply: Callable[..., Any] = super(torch.autograd.Function, type(f"lt_runtime::{name}", (function,), {})).apply
     return apply

@@ -1,7 +1,7 @@
 """A layer with many outputs, such as a vocabulary, whose number is no multiple of 8: the output has padded rows.
 
 cuBLASLt has fast kernels only for rows of a multiple of 8 elements, see `products.padded`. Copying the logits of GPT-2
-and their gradient (8192x50257, BF16) to such rows and back took 1.6 ms of a training step of 19 ms on an H200. So the
+and their gradient (8192x50257, BF16) to padded rows and back took 1.6 ms of a training step of 19 ms on an H200. So the
 layer writes into padded rows, the loss writes its gradient into padded rows, and only the weight is copied.
 """
 
@@ -75,7 +75,7 @@ def columns_of(count: int) -> int:
 
 
 def padded(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor with padded rows, of another's type and device: the padding is zero, the elements are uninitialised."""
+    """A tensor with padded rows, of `like`'s type and device: the padding is zero, the elements are uninitialised."""
     full = like.new_empty((*shape[:-1], columns_of(shape[-1])))
     full[..., shape[-1] :] = 0
     setattr(full.untyped_storage(), _MARK, shape[-1])
@@ -83,7 +83,7 @@ def padded(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def padded_like(tensor: Tensor) -> Tensor:
-    """An uninitialised tensor of another's shape, with padded rows if the other tensor has padded rows."""
+    """An uninitialised tensor of the shape of `tensor`, with padded rows if `tensor` has padded rows."""
     *_, count = tensor.shape
     is_padded = (
         count % _MULTIPLE and tensor.dim() > 1 and tensor.stride(-1) == 1 and tensor.stride(-2) == columns_of(count)

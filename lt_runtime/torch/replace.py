@@ -127,7 +127,7 @@ def replace(model: Any, example_inputs: Any = None, *, precision: Precision = No
 
     Args:
         model: a `torch.nn.Module`.
-        example_inputs: what the model is called with: a tensor, a tuple of positional arguments, or a mapping of
+        example_inputs: arguments for a call of the model: a tensor, a tuple of positional arguments, or a mapping of
             keyword arguments. With them the modules on a GPU are measured, forward and backward, and those that would
             become slower are not replaced. Without them, every module that can be replaced is.
         precision: "fp8", or an `lt.FP8`, to train the linear layers of replaced modules with products in FP8; None
@@ -135,7 +135,8 @@ def replace(model: Any, example_inputs: Any = None, *, precision: Precision = No
             and its state_dict has entries with the prefix "fp8_"; see `Linear`.
 
     Returns:
-        What was replaced, what was not, and why. `print` shows it as a table.
+        A report of the modules that were replaced, and of the modules that were not, with reasons. `print` shows it as
+        a table.
 
     Raises:
         KindError, ArgumentError: model is not a module; an unknown precision.

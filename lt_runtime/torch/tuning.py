@@ -27,7 +27,7 @@ def tune(model: Any, *example_inputs: Any, progress: bool = True, **keywords: An
 
     Args:
         model: a `torch.nn.Module` on a GPU, such as one that `ltt.replace` has changed.
-        example_inputs, keywords: what the model is called with. Tensors whose gradients training needs must require
+        example_inputs, keywords: arguments for a call of the model. Tensors whose gradients training needs must require
             them.
         progress: show a progress bar, if standard error is a terminal.
 

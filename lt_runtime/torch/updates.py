@@ -188,7 +188,7 @@ class Bucket:
 
 
 class HostStep:
-    """Updates the parameters of some buckets on the CPU, by the NumPy reference.
+    """Updates the parameters of some buckets on the CPU, with the NumPy reference.
 
     Args:
         tiles: the weights that a step on a GPU also writes in FP8.

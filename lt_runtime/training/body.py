@@ -1,4 +1,4 @@
-"""What a training step does on the host and on a GPU: it checks its batch, then runs its operations in order.
+"""The part of a training step that host and GPU share: it checks its batch, then runs its operations in order.
 
 The operations are forward, loss, backward, the optimizer's update, and adding up the losses. The loss is one of this
 package's, or a function of the caller.

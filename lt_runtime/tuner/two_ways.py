@@ -28,7 +28,7 @@ _BUDGET_S: Final = 0.4
 class EndOperands(ChainOperands):
     """The operands of a chain whose results are the outputs, and the gradients of inputs and parameters.
 
-    Tensors between the layers are not compared: another way to run the layers may compute others, or write none.
+    Tensors between the layers are not compared: the other way may compute different tensors, or write none.
     """
 
     def __init__(self, memory: Memory, chain: LayerChain) -> None:

@@ -20,7 +20,7 @@ from lt_runtime.reference.products import rows_of
 
 
 class _Cast(PassOperation):
-    """Base of both casts. A call's options are the FP8 type, and whether x and whether its transpose are wanted in it.
+    """Base of both casts. A call's options are the FP8 type, whether x is wanted in it, and whether its transpose is.
 
     Attributes:
         results: where the results are among the arrays: x in FP8, its transpose, and perhaps the scales of both.

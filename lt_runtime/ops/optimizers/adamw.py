@@ -36,8 +36,8 @@ class AdamW(Optimizer):
     `scaler` the whole update is skipped instead: parameters, moments and `steps` stay.
 
     `lr`, `weight_decay` and `schedule` may be set between steps, as may `lr_scale` and `weight_decay` of a parameter.
-    The next step uses them, also that of an `lt.TrainStep`, whose graph reads them from the device. Other attributes
-    cannot be set. For a graph that you capture from `step` yourself, see `apply_settings`.
+    The next step uses them, also the next step of an `lt.TrainStep`, whose graph reads them from the device. Other
+    attributes cannot be set. For a graph that you capture from `step` yourself, see `apply_settings`.
 
     Parameters' data must be the rounding of their master copies, as they are after `Parameter.assign` and after every
     update. The optimizer checks this when it is made and at each step on the host; on a GPU it checks before the first

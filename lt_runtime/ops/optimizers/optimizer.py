@@ -49,7 +49,7 @@ class Optimizer(Fixed):
     `scaler` the whole update is skipped instead: parameters, moments and `steps` stay.
 
     `rules` and `schedule` may be set between steps, as may `lr_scale` and `weight_decay` of a parameter. The next step
-    uses them, also that of an `lt.TrainStep`, whose graph reads them from the device. Of a rule, `lr` and
+    uses them, also the next step of an `lt.TrainStep`, whose graph reads them from the device. Of a rule, `lr` and
     `weight_decay` may change: `optimizer.rules = [dataclasses.replace(rule, lr=1e-5) for rule in optimizer.rules]`.
     Other attributes cannot be set. For a graph that you capture from `step` yourself, see `apply_settings`. On a GPU,
     a new `lt.schedules.Table` is copied to the device at the next step, for which the host waits.
