@@ -51,7 +51,7 @@ def load_values(parameters: Mapping[str, Parameter], state: Any, *, strict: bool
     """Assigns a state's values to parameters, or raises an error that lists every entry that does not fit.
 
     Args:
-        parameters: by their names in the state.
+        parameters: maps names in the state to parameters.
         strict: refuse a state that lacks a parameter or has an entry of no parameter.
     """
     check_instance("state", state, Mapping, "a mapping from names to arrays, such as state_dict() gives")

@@ -43,8 +43,9 @@ _FEW_COLUMNS: Final = OCTET
 def forward_priors(problem: ForwardProblem, device: int) -> Iterable[strategies.ForwardStrategy]:
     """The forward strategies that a problem allows, in the order in which to try them.
 
-    Strategies in which the product adds the addend precede all others. Within each of the two groups, the choice of
-    the table of decision trees comes first, then strategies whose epilogue has no auxiliary output, then the rest.
+    Strategies in which the product adds the addend precede all others. Within each of the two groups, the choice of the
+    table of decision trees comes first, then strategies whose epilogue has no auxiliary output, then the remaining
+    strategies.
     """
     is_ours = is_preferred(problem.dtype, problem.x, problem.w.transposed, problem.y)
     wanted: dict[str, Any] = {}

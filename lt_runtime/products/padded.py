@@ -106,7 +106,7 @@ class PaddedPlan(AlgorithmPlan):
 
     Attributes:
         inner: the plan of the product of the copies.
-        sources: the copies of operands before the product, by operand name.
+        sources: maps an operand's name to its copy before the product.
         result: the copy of the result into D after the product; None if the product writes D itself.
 
     Raises:

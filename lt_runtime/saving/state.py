@@ -61,11 +61,12 @@ def save(path: AnyPath, *, group: Group | None = None, **owners: Any) -> None:
 
     Args:
         group: processes that train together, as for `save_checkpoint`.
-        owners: by keyword: any `lt.Block`; an `lt.Optimizer`, such as `lt.AdamW`, with its scaler; an `lt.EMA`; an
-            `lt.TrainStep`, of which the loss's name, `batch_size` and `accumulate` are saved; integers, floats and
-            strings, which `load` returns. The optimizer and the averages of a step are saved only if they are given
-            themselves, and the sums of its `metrics` are not saved. If two parameters of an optimizer have one name, as
-            those of two models may, the models must be given too. No other thread may train during the call.
+        owners: keywords of your choice, each with an object: any `lt.Block`; an `lt.Optimizer`, such as `lt.AdamW`,
+            with its scaler; an `lt.EMA`; an `lt.TrainStep`, of which the loss's name, `batch_size` and `accumulate` are
+            saved; integers, floats and strings, which `load` returns. The optimizer and the averages of a step are
+            saved only if they are given themselves, and the sums of its `metrics` are not saved. If two parameters of
+            an optimizer have one name, as parameters of two models may, the models must be given too. No other thread
+            may train during the call.
 
     Raises:
         ArgumentError: there are no owners; "settings" or "changed" is a keyword; two parameters of an optimizer have
@@ -228,7 +229,7 @@ def _keyword(key: str) -> str:
 
 
 def _check(complaint: str, arrays: Arrays, state: State) -> None:
-    """Raises `CheckpointError` if a value is out of its range; `arrays` are the values by the keys of the state."""
+    """Raises `CheckpointError` if a value is out of its range; `arrays` maps the keys of the state to values."""
     masters = [key for key in state.arrays if f"{key}{MASTER}" in state.arrays]
     check_values(complaint, arrays, masters, state.bounds)
 

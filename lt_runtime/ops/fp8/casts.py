@@ -30,7 +30,7 @@ class _Cast(PassOperation):
     results: ClassVar[slice]
 
     def request(self, operands: Sequence[Any], options: Any, nothing: str) -> Request:
-        """The request without the arrays that only one of the casts has.
+        """The part of the request that both casts share.
 
         Raises:
             DTypeError: the options name no FP8 type.

@@ -209,7 +209,7 @@ class GpuState:
         the loss scale, which all launches read.
 
         Args:
-            copies: by the numbers of the parameters.
+            copies: maps the number of a parameter to its FP8 copy.
             stream: the kernels' tables are copied on this stream, which the caller waits for.
             kept: receives arrays that must live as long as the launches.
             without: the numbers of parameters that other launches update.
