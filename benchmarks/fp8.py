@@ -1,7 +1,7 @@
 """The suite `fp8`: training steps and inference of MLPs with products in FP8, against BF16, PyTorch and torchao.
 
 Each step is one CUDA graph. Steps are timed in short bursts, as in the suite `steps`. Steps that other libraries make
-too are also timed over a second without a pause, in which the GPU's power limit lowers its clock. Models have two
+too are also timed over two seconds without a pause, in which the GPU's power limit lowers its clock. Models have two
 layers with GELU between them, and are trained with MSE and AdamW; all contenders of a row hold parameters, masters and
 moments in the same types.
 """

@@ -22,10 +22,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from benchmarks import digests, report
 from benchmarks.kept import is_peer
 from benchmarks.report import Json
-from benchmarks.suite import JAX, MAX_AUTOTUNE, TORCH_COMPILE, Job, Suite, matches, ready
+from benchmarks.suite import Job, Suite, matches, ready
 from benchmarks.timing import has_gpu, release, spent
 
-_ASKED: Final = {"max_autotune": MAX_AUTOTUNE, "torch_compile": TORCH_COMPILE, "jax": JAX}
+_ASKED: Final = {"max_autotune": "max_autotune", "torch_compile": "compile", "jax": "jax"}
+"""Maps each option that adds peers to a part of these contenders' names."""
 """For each option that adds a peer, the beginning of the peer's names."""
 _FEWER: Final = ("ours", "contenders", "no_compile")
 """Options that leave contenders out; a row tells which of them it was measured with."""
@@ -114,8 +115,8 @@ def _wanted(suite: Suite, kept: Rows, digest: str, options: argparse.Namespace) 
 def _is_done(row: Json, digest: str, options: argparse.Namespace) -> bool:
     """Whether a row is of the present code, and has every contender that the options ask for, or no peer at all."""
     tried = [name for name in (*row["us"], *row.get("left_out", ())) if is_peer(name)]
-    asked = [name for option, name in _ASKED.items() if getattr(options, option)]
-    has_all = all(any(name.startswith(each) for name in tried) for each in asked)
+    asked = [part for option, part in _ASKED.items() if getattr(options, option)]
+    has_all = all(any(each in name for name in tried) for each in asked)
     lacks = row.get("fewer", {}).items() - _fewer(options).items()
     return row.get("digest") == digest and not lacks and (has_all or not tried)
 
@@ -182,7 +183,8 @@ def _locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # some file systems have no locks; a single process needs none
+            fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
         os.close(handle)

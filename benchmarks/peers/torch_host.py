@@ -17,6 +17,7 @@ from benchmarks.timing import Call
 def matmul(a: Any, b: Any, d: Any) -> Call:
     """A call of torch.matmul that writes into a given buffer."""
     x, y, out = tensor(a), tensor(b), tensor(d)
+    torch.set_float32_matmul_precision("highest")  # as `lt.matmul`, whose default is not TF32
     return lambda: torch.matmul(x, y, out=out)
 
 

@@ -36,6 +36,9 @@ _SHOWN: Final = ("inputs", "outputs", "bias", "activation", "dropout")
 """The attributes of a block that the table of its model shows."""
 
 
+_FINDING: Final = ("parts", "blocks", "parameters")
+
+
 class Block:
     """A model or a part of one: parameters, a forward and a backward.
 
@@ -83,10 +86,8 @@ class Block:
                 setattr(cls, name, wrap(vars(cls)[name]))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute; raises `ArgumentError` if it would hide one of `Block`, such as a list named `blocks`."""
-        hidden = getattr(Block, name, None)
-        is_cached = isinstance(hidden, functools.cached_property) and not isinstance(value, (ComputeDevice, DType))
-        if callable(hidden) or is_cached:
+        """Sets an attribute; raises `ArgumentError` if it would hide a method of `Block` that finds parts."""
+        if name in _FINDING:
             raise ArgumentError(f"{type(self).__name__}.{name} would hide lt.Block.{name}; take another name")
         super().__setattr__(name, value)
 

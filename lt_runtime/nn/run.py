@@ -130,6 +130,7 @@ class Pass:
         on_written: a function that gets parameters when all work of this pass so far on their gradients has been put
             on the stream; None if nothing waits for single gradients.
         memory: the memory of the stream if `deferring` may have an effect; None otherwise.
+        written: the ids of the parameters whose gradients this pass has written.
         known: the ids of the parameters that may have gradients; None for all.
     """
 
@@ -163,7 +164,7 @@ class Pass:
         self.memory: StreamMemory | None = None
         self._read: tuple[Any, ...] = ()  # arrays read by a weight-gradient kernel that may still run
         self._accumulate, self._inputs = flag("accumulate", accumulate), inputs
-        self._frozen, self._written = {id(each) for each in frozen}, set[int]()
+        self._frozen, self.written = {id(each) for each in frozen}, set[int]()
         self._kept: list[tuple[Any, ...]] = []
         # For each forward without a backward so far: the block, the lengths of `_kept` and `_ran` before it, and of
         # `_kept` after it.
@@ -246,10 +247,10 @@ class Pass:
             raise ArgumentError(
                 f"{found}: keep parts in attributes, lists, tuples or dicts, and make them before the step"
             )
-        adds = self._accumulate or owner in self._written
-        if owner in self._written:
+        adds = self._accumulate or owner in self.written
+        if owner in self.written:
             self.join()  # the first gradient must be complete before another one is added
-        self._written.add(owner)
+        self.written.add(owner)
         if self.on_written is not None:
             self._given.append((self.running, parameter.owner))
         return parameter.grad, adds
@@ -372,12 +373,11 @@ class Pass:
         is_forbidden = type(error) is RuntimeError or getattr(error, "status", 0) in _FORBIDDEN
         return is_forbidden and isinstance(self.stream, int) and self.stream != 0 and is_capturing(self.stream)
 
-    def check_written(self, parameters: Iterable[Parameter]) -> None:
-        """Raises `ArgumentError` if no backward has asked for the gradient of one of the parameters."""
+    def clear_unwritten(self, parameters: Iterable[Parameter]) -> None:
+        """Sets the gradients to zero of those parameters whose gradients no backward of this pass has written."""
         for each in parameters:
-            if id(each.owner) not in self._written:
-                found = f"no backward has written the gradient of {each.name}, which would keep its last values"
-                raise ArgumentError(f"{found}: write into run.grad(parameter), or leave it out of the optimizer")
+            if id(each.owner) not in self.written:
+                _clear(each.grad, self.stream)
 
     def finish(self) -> None:
         """Raises `ArgumentError` if a block's backward has not run."""

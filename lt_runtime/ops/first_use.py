@@ -81,21 +81,24 @@ def is_tuning() -> bool:
     return asked_for.get() and not _is_switched_off.get()
 
 
-def before_first_use(problem: Remembered, device: int, stream: Callable[[], int] = lambda: 0) -> None:
+def before_first_use(problem: Remembered, device: int, stream: Callable[[], int] = lambda: 0) -> bool:
     """Verifies another machine's algorithms for a problem. If tuning is on and the problem is new, also measures it.
 
     After a failure a warning is given, and the problem runs untuned.
 
     Args:
         stream: function that returns a stream's handle; nothing is done while this stream is being captured.
+
+    Returns:
+        Whether the plan cache may have changed.
     """
     if _is_busy.get():
-        return
+        return False
     is_wanted = asked_for.get() or setting(TUNE_VARIABLE) == "first-use"
     is_new = is_wanted and not _is_switched_off.get() and (problem, device) not in _seen
     has_unproven = plan_store(device).has_unproven
     if not (is_new or has_unproven) or is_captured(stream()):
-        return
+        return False
     with _one_at_a_time:
         if has_unproven:
             _prove(problem, device)
@@ -108,6 +111,7 @@ def before_first_use(problem: Remembered, device: int, stream: Callable[[], int]
             _measure([given], device, str(problem))
         if is_new:
             _seen.add((problem, device))
+    return True
 
 
 def before_first_step(given: Sequence[Tunable], device: int, stream: int) -> bool:

@@ -38,7 +38,7 @@ IN_FP8: Final = "fp8"
 """Key of an `Fp8ChainProblem`'s strategy in the plan cache: True if the products are in FP8, False in the own type."""
 _YES_OR_NO: Final = {MLPProblem: FUSED_MLP, Fp8ChainProblem: IN_FP8}
 
-OnMiss: TypeAlias = Callable[[Problem, int], None]
+OnMiss: TypeAlias = Callable[[Problem, int], object]
 """Hook that runs before a plan is made for a problem and a device; it may measure the problem."""
 
 calls: Final[dict[Hashable, Any]] = {}

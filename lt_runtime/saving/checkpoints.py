@@ -126,7 +126,8 @@ def by_first(path: AnyPath, group: Group | None, owners: Collection[object], wri
         if group is not None:
             parameters = [each for model in owners if isinstance(model, Block) for each in model.parameters()]
             masters = {each.name: each.master is not None for each in parameters}
-            group.agree(masters, "master copies; pass the optimizer too, whose state the processes divide")
+            with group.patience():  # process 0 may have worked alone for long before it saves
+                group.agree(masters, "master copies; pass the optimizer too, whose state the processes divide")
         with first_alone(group, f"the writing of {os.fspath(path)}") as is_first:
             if is_first:
                 write()

@@ -83,6 +83,7 @@ def linear_layers(x: Tensor, parameters: Tensors, options: Options, add: Tensor 
     """
     key = draw_key(x, options[2])
     if getattr(x, "ndim", 2) == 1:  # the operator refuses what is no tensor
+        check_tensors(add=add)
         return linear_layers(x[None], parameters, options, None if add is None else add[None])[0]
     operator = _PADDED if add is None and options == PLAIN and is_ragged(x, parameters[0]) else LINEAR
     return operator(cast((x, add, key, *parameters)), options)
@@ -125,6 +126,7 @@ def gated_block(x: Tensor, parameters: Tensors, options: Options, add: Tensor = 
         parameters: the three weights, then the three biases.
     """
     if getattr(x, "ndim", 2) == 1:
+        check_tensors(add=add)
         return gated_block(x[None], parameters, options, None if add is None else add[None])[0]
     return GATED(cast((x, add, draw_key(x, options[2:]), *parameters)), options)
 
@@ -196,6 +198,7 @@ def cast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     """
     if not torch._C._is_any_autocast_enabled():
         return operands
+    check_tensors(x=operands[0])
     kind = operands[0].device.type
     if not torch.is_autocast_enabled(kind):
         return operands

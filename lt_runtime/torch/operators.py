@@ -268,7 +268,7 @@ def begin_backward(name: str, ctx: Any, *dys: Tensor) -> None:
             f"backward with create_graph=True reached lt_runtime's {name}, which has no second derivative; "
             "use PyTorch's own layer where one is needed"
         )
-    for dy in dys:
+    for dy in () if torch.compiler.is_dynamo_compiling() else dys:  # the compiler cannot trace the check
         if dy is not None and torch._C._functorch.is_legacy_batchedtensor(dy):
             raise SecondDerivativeError(
                 f"is_grads_batched=True or vectorize=True reached lt_runtime's {name}; give one gradient at a time"

@@ -63,7 +63,7 @@ class PaddedLinear(LinearLayers):
 
 def is_ragged(x: Tensor, weight: Tensor) -> bool:
     """Whether the output of a layer gets padded rows: if x has too few rows, the copy of the weight takes longer."""
-    if getattr(weight, "ndim", 0) != 2:
+    if getattr(weight, "ndim", 0) != 2 or not isinstance(x, torch.Tensor):
         return False  # an error, which the operator raises
     count, width = weight.shape
     return bool(count % _MULTIPLE and count >= _LEAST and weight.is_contiguous() and x.numel() >= width * width)

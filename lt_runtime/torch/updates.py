@@ -345,11 +345,13 @@ class GpuStep(HostStep):
         tables = [_filled(*each) for each in zip(self._tables, (*of_updates, *of_norms), strict=True)]
         if captures:
             return [_upload(each, self._like) for each in tables]
-        _, made = places.popleft()
-        places.append((of_updates, made))
+        _, made = places[0]
+        places[0] = None, made  # if a copy is interrupted, the tables have no step's addresses
         for into, each in zip(made, tables, strict=True):
             host = _bytes_of(each)
             into.copy_(host.pin_memory() if into.is_cuda else host, non_blocking=True)
+        places[0] = of_updates, made
+        places.rotate(-1)
         return made
 
 

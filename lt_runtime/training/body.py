@@ -222,7 +222,10 @@ class StepBody:
         self._trained, self._frozen = (
             [each for each in parameters if (id(each.grad) in trained) == is_trained] for is_trained in (True, False)
         )
-        self._known = {id(each) for each in parameters}
+        for each in self._trained:
+            each.is_trained = True
+        self._written = set[int]()  # the ids of the parameters whose gradients a step has written
+        self._known = {id(each) for each in Block.parameters(model)}  # a model's own `parameters` may leave some out
         self._last = None if loss.elementwise is None or model.device.ordinal is None else _last_linear(model)
 
     def sum_for_owners(self) -> None:
@@ -506,7 +509,10 @@ class StepBody:
                 else:
                     model.backward(held.pop(), run)
                     run.finish()
-                    run.check_written(self._trained)
+                    if first:
+                        # Otherwise the update would read the gradients of an earlier step again.
+                        run.clear_unwritten(each for each in self._trained if id(each) in self._written)
+                    self._written |= run.written
                     run.join()
 
     def _compute(self, run: Pass, target: Any, weights: Sequence[Any]) -> Callable[..., tuple[Any, Any]]:

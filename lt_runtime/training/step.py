@@ -155,7 +155,7 @@ class TrainStep(Fixed):
             raise ArgumentError("batch_size is None; a step of a group needs the number of rows of each process")
         _check_optimizer(optimizer, model)
         _check_ema(ema, model)
-        if flag("shard_state", shard_state) or optimizer.owners:
+        if flag("shard_state", shard_state) or len({*optimizer.owners}) > 1:
             why = "shard_state is True" if shard_state else "an earlier step has divided the optimizer's state"
             _check_shardable(why, optimizer, group, ema)
         self.model: Final = model

@@ -33,6 +33,17 @@ def test_outputs_follow_other_arrays_and_loops_of_ones_own(gpu: FakeGpu) -> None
     assert copy.deepcopy(use.model.layers[0].scales.kept) is None
 
 
+def test_outputs_follow_a_step_whose_optimizer_has_parameters_of_its_own(gpu: FakeGpu) -> None:
+    use = Inference(gpu, captured=False)
+    parameters = [gpu.lt.Parameter(each.data, each.grad, each.master) for each in use.model.parameters()]
+    step = gpu.lt.TrainStep(use.model, gpu.lt.AdamW(parameters, lr=0.1), loss="mse", tune=False)
+    target = gpu.cp.zeros((use.x.shape[0], use.model.outputs), BF16)
+    for _ in range(3):
+        gpu.synchronize_all()
+        step(use.x, target)
+        assert use.outputs() == use.fresh_outputs()
+
+
 def casts(gpu: FakeGpu, run: Callable[[], object]) -> int:
     """The number of casts to FP8 that a call launches."""
     gpu.synchronize_all()  # runs earlier launches, which the pretended GPU runs only when it is waited for

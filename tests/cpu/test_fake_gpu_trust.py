@@ -21,6 +21,8 @@ from lt_runtime.store.keys import field_types
 from tests.host_kernels.harness import HostKernels
 from tests.support.fake_cublaslt import ALGORITHM_IDS, Matmul
 from tests.support.fake_gpu import FakeGpu
+from tests.support.fp8_layers import CASES as FP8_CASES
+from tests.support.fp8_layers import Fp8Layer
 from tests.support.hurry import hurry
 from tests.support.layer_checks import Layer, layer_case
 from tests.support.matmul_checks import Product, matmul_case
@@ -200,6 +202,22 @@ def test_merged_algorithms_are_rebuilt_and_verified_before_they_run(gpu: FakeGpu
     assert bytes([7]) * 64 not in {call.algorithm for call in gpu.library.calls}
     gpu.library.calls.clear()
     check_both(gpu)
+    assert ids(gpu.library.calls) == {OTHER}
+
+
+def test_merged_algorithms_of_an_fp8_layer_run(host: HostKernels, tmp_path: Path, gpu: FakeGpu) -> None:
+    case, theirs = FP8_CASES["current"], FakeGpu(host, tmp_path / "theirs")
+    with theirs.active(), hurriedly_tuned(theirs):
+        Fp8Layer(case, theirs.lt, theirs).step(0)
+        theirs.settle()
+    (tmp_path / "theirs.json").write_bytes(changed(Document.read(plan_file(theirs)), with_config(ID=OTHER)).render())
+    assert own("cli").main(["cache", "merge", str(tmp_path / "theirs.json")]) == 0
+    layer = Fp8Layer(case, gpu.lt, gpu)
+    layer.step(0)
+    gpu.synchronize_all()
+    gpu.library.calls.clear()
+    layer.step(1)
+    gpu.synchronize_all()
     assert ids(gpu.library.calls) == {OTHER}
 
 

@@ -34,7 +34,6 @@ from lt_runtime.ops.fp8.choice import Candidate, choose
 from lt_runtime.ops.fp8.gradients import CastGradient
 from lt_runtime.ops.fp8.product_rules import check_address, check_strides
 from lt_runtime.ops.fp8.state import FP8State, arrays_of, must_calibrate
-from lt_runtime.plans import cache
 from lt_runtime.plans.fp8 import DY, Fp8BackwardPlan, Fp8ForwardPlan, W, X, casts_dz, fp8_kept_spec
 from lt_runtime.problem import Activation, Philox, Saved, Spec, type_name
 from lt_runtime.products.plan import Plan
@@ -207,10 +206,9 @@ class Fp8Backward(LinearBackward):
 
 def _measured(make: Callable[[Fp8Problem, int], Plan], problem: Fp8Problem, device: int, stream: int) -> Plan:
     """Makes a plan. If tuning is on, the plan's products are measured first, and the plan uses the results."""
-    plan, generation = make(problem, device), cache.generation
-    for each in plan.products.values():
-        before_first_use(each.problem, device, lambda: stream)
-    return plan if cache.generation is generation else make(problem, device)
+    plan = make(problem, device)
+    changes = [before_first_use(each.problem, device, lambda: stream) for each in plan.products.values()]
+    return make(problem, device) if any(changes) else plan
 
 
 _FORWARD: Final = Fp8Forward()

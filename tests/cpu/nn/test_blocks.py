@@ -148,8 +148,8 @@ def test_a_block_that_returns_nothing_is_named() -> None:
         assert any("1.inner (_Returns)." in each and "ward has returned None" in each for each in told), told
 
 
-@pytest.mark.parametrize("name", ["blocks", "parts", "parameters", "device", "dtype", "forward"])
-def test_an_attribute_that_would_hide_a_block_s_own_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["blocks", "parts", "parameters"])
+def test_an_attribute_that_would_hide_what_finds_parts_is_refused(name: str) -> None:
     with pytest.raises(ArgumentError, match=rf"_View.{name} would hide lt.Block.{name}; take another name"):
         setattr(_View(), name, ["cpu"])
 
@@ -176,17 +176,27 @@ def test_a_part_that_no_optimizer_could_train_is_refused() -> None:
         step(x, x)
 
 
-def test_a_gradient_that_no_backward_writes_is_refused() -> None:
-    class Scaled(_View):
-        """Forgets the gradient of its scale."""
+def test_a_gradient_that_a_step_does_not_write_is_zero() -> None:
+    class Sometimes(_View):
+        """Skips its layer in some steps."""
 
         def __init__(self) -> None:
-            self.scale = lt.LayerNorm(4, bias=False, **CPU).weight
+            self.layer, self.is_used = lt.Linear(4, 4, **CPU), True
 
-    model, x = lt.Chain(lt.Linear(4, 4, **CPU), Scaled()), np.ones((2, 4), np.float32)
-    with pytest.raises(ArgumentError, match=r"no backward has written the gradient of 1.scale"):
-        lt.TrainStep(model, lt.AdamW(model.parameters()), loss="mse")(x, x)
-    lt.TrainStep(model, lt.AdamW(model.sequence[0].parameters()), loss="mse")(x, x)
+        def forward(self, x: Any, run: lt.Pass) -> Any:
+            return self.layer.forward(x, run) if self.is_used else x
+
+        def backward(self, dy: Any, run: lt.Pass) -> Any:
+            return self.layer.backward(dy, run) if self.is_used else dy
+
+    block, x = Sometimes(), np.ones((2, 4), np.float32)
+    model = lt.Chain(lt.Linear(4, 4, **CPU), block)
+    step = lt.TrainStep(model, lt.Optimizer([(model.parameters(), lt.rules.SGD(0.5))]), loss="mse", accumulate=2)
+    step(x, 0 * x)
+    weights = [model.sequence[0].weight.data, block.layer.weight.data]
+    before, block.is_used = [each.copy() for each in weights], False
+    step(x, 0 * x)
+    assert [bool((each != old).any()) for each, old in zip(weights, before, strict=True)] == [True, False]
 
 
 def test_a_block_may_not_contain_itself() -> None:
