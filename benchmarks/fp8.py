@@ -102,7 +102,7 @@ def measure(case: FP8Case, options: argparse.Namespace, stream: Any) -> Row:
 def measure_compared(case: FP8Case, options: argparse.Namespace, stream: Any) -> Row:
     """Tunes steps as `measure` does, and times them and other libraries' steps alternately, in bursts and sustained.
 
-    Of each group of other libraries' contenders, only the fastest in bursts is timed sustained.
+    Each group of other libraries' contenders takes part in sustained turns by the one that was fastest in bursts.
     """
     with plan_cache(keep=options.keep_plans):
         theirs = {} if options.ours else dict(peers(Setup(case, stream), options))

@@ -384,7 +384,7 @@ def block(case: Block, buffers: Sequence[Arrays], mode: str | None = None) -> Co
     def run(i: int, _: int) -> object:
         operands, dy = inputs[i]
         y = made(*operands)
-        # A thread of autograd's would warn that it has no CUDA context.
+        # A thread that autograd starts would warn that it has no CUDA context.
         with torch.autograd.set_multithreading_enabled(False):
             return y.detach(), torch.autograd.grad(y, operands, dy)
 

@@ -34,9 +34,8 @@ _MOST_SIZES: Final = 8
 
 _SHOWN: Final = ("inputs", "outputs", "bias", "activation", "dropout")
 """The attributes of a block that the table of its model shows."""
-
-
 _FINDING: Final = ("parts", "blocks", "parameters")
+"""The methods of `Block` by which a model's parts and parameters are found."""
 
 
 class Block:

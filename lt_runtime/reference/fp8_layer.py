@@ -53,7 +53,7 @@ def cast_tensor(
 
 
 def given_tensor(x8: NDArray[Any], slot: NDArray[Any]) -> CastTensor:
-    """A matrix that is in FP8 already, cast with the scale in a slot."""
+    """Makes the `CastTensor` of a matrix that has been cast to FP8 with the scale in a slot."""
     return x8.astype(np.float64) * slot[INVERSE], x8.T, slot
 
 
