@@ -12,6 +12,8 @@
 //   SUM_WARPS              number of warps that compute the gradients of the weights
 //   FIRST, LAST            first and last layer whose gradients this launch computes: if a thread has too few registers
 //                          for the sums of all layers, several launches share the layers
+//   ROW_REGISTERS,         number of registers of a thread in row warps and in sum warps, if the warps move registers to
+//   SUM_REGISTERS          each other; otherwise zeros
 //   THREADS                threads of the block
 //   LOSS                   a struct of losses.cuh; not defined if the gradient of the outputs is given
 //   WEIGHTED               0: the losses have no weights
@@ -97,118 +99,125 @@ struct WarpBuffers {
   }
 };
 
-// How the tiles of a layer's weight gradient are divided among the sum warps. The split with the fewest tiles for each
-// warp is chosen; among equals the one with the fewest rows plus columns of tiles, since a warp has to read these; then
-// the one with the fewest rows of tiles, since each row adds sums for the bias.
-struct Split {
-  int down, across;
-};
-__device__ constexpr int parts_of(int tiles, int parts) { return (tiles + parts - 1) / parts; }
-__device__ constexpr Split split_of(int down, int across) {
-  Split best{SUM_WARPS, 1};
-  for (int i = SUM_WARPS; i > 0; --i) {
-    const int j = SUM_WARPS / i;
-    const int rows = parts_of(down, i), columns = parts_of(across, j);
-    const int best_rows = parts_of(down, best.down), best_columns = parts_of(across, best.across);
-    const int more = rows * columns - best_rows * best_columns;
-    if (more < 0 || (more == 0 && rows + columns < best_rows + best_columns)) best = Split{i, j};
-  }
-  return best;
+// Numbers of tiles of 16 outputs and of 16 inputs of a layer's weight gradient.
+__device__ constexpr int tiles_down(int layer) { return layer == HIDDEN ? kOutputSteps : kSteps; }
+__device__ constexpr int columns_of(int layer) { return layer == 0 ? kInputSteps : kSteps; }
+
+// The tiles of this launch's weight gradients form a sequence: layer by layer, and in a layer column by column. Of a tile
+// each lane has eight sums; of a tile in the first column it has four more, for the bias gradient. Each sum warp
+// computes a run of the sequence, and the runs are as short as possible.
+__device__ constexpr int tiles_of(int layer) { return tiles_down(layer) * columns_of(layer); }
+__device__ constexpr int first_tile_of(int layer) {
+  int tiles = 0;
+  for (int i = FIRST; i < layer; ++i) tiles += tiles_of(i);
+  return tiles;
 }
+__device__ constexpr int layer_of(int tile) {
+  int layer = FIRST;
+  while (layer < LAST && tile >= first_tile_of(layer + 1)) ++layer;
+  return layer;
+}
+__device__ constexpr bool has_bias(int tile) {
+  return tile - first_tile_of(layer_of(tile)) < tiles_down(layer_of(tile));
+}
+constexpr int kRunTiles = first_tile_of(LAST) + tiles_of(LAST);  // number of tiles of this launch
+__device__ constexpr int sums_of(int tile) { return has_bias(tile) ? 12 : 8; }
 
-// A warp's sums of the gradients of one layer with DOWN · 16 outputs and ACROSS · 16 inputs.
-template <int DOWN, int ACROSS>
-struct Sums {
-  static constexpr Split kSplit = split_of(DOWN, ACROSS);
-  static constexpr int kDown = parts_of(DOWN, kSplit.down);
-  static constexpr int kAcross = parts_of(ACROSS, kSplit.across);
-  // tiles of 8 columns in a row of tiles: those of the weight gradient, and one more for the bias gradient
-  static constexpr int kTilesAcross = tiles_across(ACROSS * kStep);
-  static constexpr int kSize = sums_of_layer(DOWN * kStep, ACROSS * kStep);
+// The tile after a run that begins at `tile` and has at most `most` sums.
+__device__ constexpr int end_of_run(int tile, int most) {
+  for (int sums = 0; tile < kRunTiles && sums + sums_of(tile) <= most; ++tile) sums += sums_of(tile);
+  return tile;
+}
+// The first tile of a sum warp's run, if a run has at most `most` sums.
+__device__ constexpr int first_tile(int warp, int most) {
+  int tile = 0;
+  for (int i = 0; i < warp; ++i) tile = end_of_run(tile, most);
+  return tile;
+}
+// The smallest number of sums for which the runs of all sum warps have all tiles.
+__device__ constexpr int smallest_run() {
+  int most = 12;
+  while (first_tile(SUM_WARPS, most) < kRunTiles) most += 4;
+  return most;
+}
+constexpr int kMostSums = smallest_run();
 
-  float of_weight[kDown][kAcross][2][4];
-  float of_bias[kDown][4];
+// Number of a block's sums before those of a layer, in the layout of mlp_sums.cuh; of all its sums for HIDDEN + 1.
+__device__ constexpr int sums_before_layer(int layer) {
+  int sums = 0;
+  for (int i = 0; i < layer; ++i) sums += sums_of_layer(tiles_down(i) * kStep, columns_of(i) * kStep);
+  return sums;
+}
+constexpr int kPartial = sums_before_layer(HIDDEN + 1) + (kHasLoss ? kLossPlaces : 0);  // number of sums of a block
+
+// The run of sum warp WARP.
+template <int WARP>
+struct Run {
+  static constexpr int kFirst = first_tile(WARP, kMostSums), kEnd = first_tile(WARP + 1, kMostSums);
+  static constexpr int kTiles = kEnd > kFirst ? kEnd - kFirst : 1;
+
+  float of_weight[kTiles][2][4];
+  float of_bias[kTiles][4];  // of the tiles in the first column of a layer
 
   __device__ void clear() {
     memset(of_weight, 0, sizeof(of_weight));
     memset(of_bias, 0, sizeof(of_bias));
   }
 
-  // The first tile of the calling warp. The warps that sum the weight's gradient share its tiles; the last may have
-  // fewer.
-  static __device__ int first_down(int warp) { return warp / kSplit.across * kDown; }
-  static __device__ int first_across(int warp) { return warp % kSplit.across * kAcross; }
-  static constexpr bool kIsEven = kDown * kSplit.down == DOWN && kAcross * kSplit.across == ACROSS;
-  static __device__ bool has(int down, int across) { return kIsEven || (down < DOWN && across < ACROSS); }
-  static __device__ bool has_any(int warp) {
-    return (kSplit.down * kSplit.across == SUM_WARPS || warp < kSplit.down * kSplit.across) &&
-           has(first_down(warp), first_across(warp));
-  }
-
-  // Adds the product gradientᵀ · input over the rows of a chunk. Tiles beyond the last one repeat its numbers and are
-  // not written.
-  __device__ void add(int warp, const SCALAR* gradient, int gradient_pitch, const SCALAR* input, int input_pitch) {
-    if (!has_any(warp)) return;
-    const int down = first_down(warp), across = first_across(warp);
-    const uint32 ones = rounded_pair(1.0f, 1.0f);
-    uint32 left[kRowTiles][kDown][4], right[kRowTiles][kAcross][4];
+  // Adds the product gradientᵀ · input of a layer over the rows of a chunk.
+  template <int LAYER>
+  __device__ void add(const SCALAR* gradient, int gradient_pitch, const SCALAR* input, int input_pitch) {
+    constexpr int kDown = tiles_down(LAYER), kStart = first_tile_of(LAYER), kStop = kStart + tiles_of(LAYER);
+    constexpr int kBegin = kFirst > kStart ? kFirst - kStart : 0, kLast = (kEnd < kStop ? kEnd : kStop) - kStart;
+    if constexpr (kBegin < kLast) {
+      const uint32 ones = rounded_pair(1.0f, 1.0f);
 #pragma unroll
-    for (int step = 0; step < kRowTiles; ++step) {
-#pragma unroll
-      for (int i = 0; i < kDown; ++i) {
-        const int tile = kIsEven || down + i < DOWN ? down + i : DOWN - 1;
-        load_left_transposed(left[step][i], gradient + step * kStep * gradient_pitch + tile * kStep, gradient_pitch);
-      }
-#pragma unroll
-      for (int j = 0; j < kAcross; ++j) {
-        const int tile = kIsEven || across + j < ACROSS ? across + j : ACROSS - 1;
-        load_right(right[step][j], input + step * kStep * input_pitch + tile * kStep, input_pitch);
-      }
-    }
-#pragma unroll
-    for (int step = 0; step < kRowTiles; ++step) {
-#pragma unroll
-      for (int j = 0; j < kAcross; ++j) {
+      for (int step = 0; step < kRowTiles; ++step) {
+        uint32 left[kDown][4];
 #pragma unroll
         for (int i = 0; i < kDown; ++i) {
-          multiply_add<SCALAR>(of_weight[i][j][0], left[step][i], right[step][j][0], right[step][j][1]);
-          multiply_add<SCALAR>(of_weight[i][j][1], left[step][i], right[step][j][2], right[step][j][3]);
+          const bool is_read = kLast - kBegin >= kDown || (i - kBegin % kDown + kDown) % kDown < kLast - kBegin;
+          const SCALAR* place = gradient + step * kStep * gradient_pitch + i * kStep;
+          if (is_read) load_left_transposed(left[i], place, gradient_pitch);
+        }
+#pragma unroll
+        for (int j = kBegin / kDown; j <= (kLast - 1) / kDown; ++j) {
+          uint32 right[4];
+          load_right(right, input + step * kStep * input_pitch + j * kStep, input_pitch);
+#pragma unroll
+          for (int i = 0; i < kDown; ++i) {
+            const int tile = j * kDown + i;
+            if (tile < kBegin || tile >= kLast) continue;
+            const int own = kStart + tile - kFirst;
+            multiply_add<SCALAR>(of_weight[own][0], left[i], right[0], right[1]);
+            multiply_add<SCALAR>(of_weight[own][1], left[i], right[2], right[3]);
+            if (j == 0) multiply_add<SCALAR>(of_bias[own], left[i], ones, ones);
+          }
         }
       }
-      if (across != 0) continue;
-#pragma unroll
-      for (int i = 0; i < kDown; ++i) multiply_add<SCALAR>(of_bias[i], left[step][i], ones, ones);
     }
   }
 
-  // Writes the sums: each lane one float4 for each tile of 8 columns.
-  __device__ void write(int warp, float* sums) const {
-    if (!has_any(warp)) return;
-#pragma unroll
-    for (int i = 0; i < kDown; ++i) {
-      const int down = first_down(warp) + i;
-      float4* row = reinterpret_cast<float4*>(sums) + down * kTilesAcross * kWarp + threadIdx.x % kWarp;
-#pragma unroll
-      for (int j = 0; j < kAcross; ++j) {
-        const int across = first_across(warp) + j;
-        if (!has(down, across)) break;
-        row[2 * across * kWarp] = as_word(of_weight[i][j][0]);
-        row[(2 * across + 1) * kWarp] = as_word(of_weight[i][j][1]);
-      }
-      if (first_across(warp) == 0 && has(down, 0)) row[2 * ACROSS * kWarp] = as_word(of_bias[i]);
+  // Writes the sums from tile OWN of the run on: each lane one float4 for each tile of 8 columns. Addresses are computed
+  // at compile time: computed in a loop they made the kernel's code more than twice as long, and a step with few rows
+  // spends most of its time on fetching code.
+  template <int OWN = 0>
+  __device__ void write(float* sums) const {
+    if constexpr (kFirst + OWN < kEnd) {
+      constexpr int kLayer = layer_of(kFirst + OWN), kDown = tiles_down(kLayer), kAcross = columns_of(kLayer);
+      constexpr int kTile = kFirst + OWN - first_tile_of(kLayer), kColumn = kTile / kDown;
+      constexpr int kBefore = sums_before_layer(kLayer) / 4 + kTile % kDown * tiles_across(kAcross * kStep) * kWarp;
+      float4* row = reinterpret_cast<float4*>(sums) + kBefore + threadIdx.x % kWarp;
+      row[2 * kColumn * kWarp] = as_word(of_weight[OWN][0]);
+      row[(2 * kColumn + 1) * kWarp] = as_word(of_weight[OWN][1]);
+      if (kColumn == 0) row[2 * kAcross * kWarp] = as_word(of_bias[OWN]);
+      write<OWN + 1>(sums);
     }
   }
 
  private:
   static __device__ float4 as_word(const float (&four)[4]) { return float4{four[0], four[1], four[2], four[3]}; }
 };
-
-using FirstSums = Sums<kSteps, kInputSteps>;
-using HiddenSums = Sums<kSteps, kSteps>;
-using LastSums = Sums<kOutputSteps, kSteps>;
-constexpr int kBetween = HIDDEN - 1;  // number of layers whose inputs and outputs are both hidden
-constexpr int kPartial =  // number of sums of a block
-    FirstSums::kSize + kBetween * HiddenSums::kSize + LastSums::kSize + (kHasLoss ? kLossPlaces : 0);
 
 __device__ inline void store_words(SCALAR* tile, const uint32 (&rows)[kSteps][kRowTiles][4]) {
 #pragma unroll
@@ -512,37 +521,63 @@ __device__ inline float take_rows(const MlpParams& p, const Ends& ends, const We
   return loss;
 }
 
-// The work of a sum warp: adds up the weight and bias gradients of all chunks of the block, and writes the sums.
-__device__ inline void sum_products(const MlpParams& p, SCALAR* memory, int warp) {
-  FirstSums first;
-  HiddenSums between[kBetween ? kBetween : 1];
-  LastSums last;
-  first.clear();
-#pragma unroll
-  for (int i = 0; i < kBetween; ++i) between[i].clear();
-  last.clear();
+// Adds the products of the layers from LAYER down to FIRST to a run, over the rows of a chunk.
+template <int LAYER, class R>
+__device__ inline void add_layers(R& run, const WarpBuffers& rows, int turn) {
+  const bool is_last = LAYER == HIDDEN, is_first = LAYER == 0;
+  run.template add<LAYER>(rows.gradient(LAYER), is_last ? kOutputPitch : kPitch,
+                          is_first ? rows.x(turn) : rows.output(LAYER - 1), is_first ? kInputPitch : kPitch);
+  if constexpr (LAYER > FIRST) add_layers<LAYER - 1>(run, rows, turn);
+}
+
+// The work of sum warp WARP: adds up its run of the weight and bias gradients over all chunks of the block, and writes
+// the sums.
+template <int WARP>
+__device__ inline void sum_products(const MlpParams& p, SCALAR* memory) {
+  Run<WARP> run;
+  run.clear();
   const int stride = gridDim.x * ROW_WARPS, chunks = chunks_of(p);
   int turn = 0, row_warp = 0;
 #pragma unroll 1
   for (int chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const WarpBuffers rows{memory + row_warp * WarpBuffers::kSize};
     wait_at_barrier(full(row_warp), kTogether);
-    if (makes(HIDDEN)) last.add(warp, rows.gradient(HIDDEN), kOutputPitch, rows.output(HIDDEN - 1), kPitch);
-#pragma unroll
-    for (int i = kBetween - 1; i >= 0; --i) {
-      if (makes(i + 1)) between[i].add(warp, rows.gradient(i + 1), kPitch, rows.output(i), kPitch);
-    }
-    if (makes(0)) first.add(warp, rows.gradient(0), kPitch, rows.x(turn), kInputPitch);
+    add_layers<LAST>(run, rows, turn);
     if (chunk + stride < chunks) pass_barrier(empty(row_warp), kTogether);
     if (++row_warp == ROW_WARPS) row_warp = 0, turn ^= 1;
   }
-  float* sums = p.partial + static_cast<int64>(blockIdx.x) * kPartial;
-  if (makes(0)) first.write(warp, sums);
-#pragma unroll
-  for (int i = 0; i < kBetween; ++i) {
-    if (makes(i + 1)) between[i].write(warp, sums + FirstSums::kSize + i * HiddenSums::kSize);
+  run.write(p.partial + static_cast<int64>(blockIdx.x) * kPartial);
+}
+
+// Each sum warp has code of its own, because registers cannot be addressed by a number that is known only at run time.
+template <int WARP = 0>
+__device__ inline void sum_products_of(int warp, const MlpParams& p, SCALAR* memory) {
+  if constexpr (WARP < SUM_WARPS) {
+    if (warp == WARP) {
+      sum_products<WARP>(p, memory);
+    } else {
+      sum_products_of<WARP + 1>(warp, p, memory);
+    }
   }
-  if (makes(HIDDEN)) last.write(warp, sums + FirstSums::kSize + kBetween * HiddenSums::kSize);
+}
+
+// Whether the kernel needs warps that move registers, and is compiled for an architecture without them. It then has no
+// code; `fitting_parts` requests no such kernel.
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kIsMissing = SUM_REGISTERS > 0;
+#else
+constexpr bool kIsMissing = false;
+#endif
+
+// Sets the number of registers of each thread in the calling warps; 0 leaves it as it is. Warps whose numbers differ only
+// in the last two bits have to call it together. Warps that get more registers wait until others have given up as many.
+template <int COUNT>
+__device__ inline void change_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int kRegisters = 65536, kUnit = 8, kAtStart = kRegisters / THREADS / kUnit * kUnit;
+  if constexpr (COUNT > kAtStart) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
+  if constexpr (COUNT > 0 && COUNT <= kAtStart) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
+#endif
 }
 
 }  // namespace lt
@@ -550,6 +585,7 @@ __device__ inline void sum_products(const MlpParams& p, SCALAR* memory, int warp
 extern "C" __global__ void __launch_bounds__(THREADS, 1) mlp_bwd(const lt::MlpParams p) {
   using namespace lt;
   DYNAMIC_SHARED(uint4, memory);
+  if (kIsMissing) return;
   // Shared memory holds all weights and biases, then the buffers of each row warp.
   const Weights weights{reinterpret_cast<SCALAR*>(memory), INPUTS};
   float* biases = reinterpret_cast<float*>(weights.of(HIDDEN) + OUTPUTS * kPitch);
@@ -566,9 +602,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) mlp_bwd(const lt::MlpPa
   __syncthreads();
   [[maybe_unused]] float loss = 0.0f;
   if (warp < ROW_WARPS) {
+    change_registers<ROW_REGISTERS>();
     loss = take_rows(p, ends, weights, biases, own, warp);
   } else {
-    sum_products(p, rows, warp - ROW_WARPS);
+    change_registers<SUM_REGISTERS>();
+    sum_products_of(warp - ROW_WARPS, p, rows);
   }
 #ifdef LOSS
   __shared__ float scratch[kMaxWarps];

@@ -39,8 +39,8 @@ from tests.support.kernel_families import ENTRIES
 from tests.support.kernel_usage import ARCHITECTURES, Usage, Variant, everywhere, faults
 from tests.support.register_table import TABLE, Record, read, summary
 
-_SHARED: Final = 227 << 10  # bytes of shared memory that a block may have on an H200
-_MULTIPROCESSORS: Final = 132
+_TARGETS: Final = [mlp.Target(shared=227 << 10, multiprocessors=132, moves_registers=moves) for moves in (True, False)]
+"""An H200, and a GPU that differs from it only in that its warps cannot move registers."""
 _MLP_WIDTHS: Final = (16, 32, 64, 128)
 _OTHER_MLP_WIDTHS: Final = (48, 80, 96, 112)
 _MASK: Final = str(_SAVED[Saved.MASK])
@@ -239,8 +239,7 @@ def _mlp_bwd() -> Iterator[Variant]:
         deepest = {}
         for hidden, rows in itertools.product(range(1, mlp.MAX_LAYERS), (1, 1 << 20)):
             problem = _narrow_model(width, hidden, name, rows=rows)
-            blocks = tuple(part.block for part in mlp.fitting_parts(problem, _SHARED, _MULTIPROCESSORS))
-            deepest[blocks] = problem
+            deepest[*(part.block for target in _TARGETS for part in mlp.fitting_parts(problem, target))] = problem
         for problem in deepest.values():
             yield from _backward_variants(problem, "bce_with_logits")
 
@@ -253,8 +252,8 @@ def _narrow_model(
 
 
 def _backward_variants(problem: MLPProblem, loss: str | None = None) -> Iterator[Variant]:
-    for part in mlp.fitting_parts(problem, _SHARED, _MULTIPROCESSORS):
-        yield Variant("mlp_bwd.cu", mlp.backward_macros(problem, part, loss))
+    parts = (part for target in _TARGETS for part in mlp.fitting_parts(problem, target))
+    yield from dict.fromkeys(Variant("mlp_bwd.cu", mlp.backward_macros(problem, part, loss)) for part in parts)
 
 
 VARIANTS: Final = (

@@ -34,6 +34,9 @@ _FLUSHED: Final = frozenset({"cross_entropy.cu"})
 each exponential.
 """
 
+_FOR_HOPPER: Final = frozenset({"mlp_bwd.cu"})
+"""Sources that use instructions which Hopper has and later architectures lack; for them sm_90 becomes sm_90a."""
+
 watchers: Final[list[Callable[[str], object]]] = []
 """Functions that are called with the name of each source before it is compiled, for progress bars."""
 _warned: Final[set[Path]] = set()
@@ -97,7 +100,8 @@ def _options(source: str, macros: Macros, architecture: str) -> list[bytes]:
     """Compiler options without include paths, which do not affect the result as long as the headers stay the same."""
     # "--minimal" leaves out textures and the device runtime, which saves 6 of 75 ms and gives the same machine code.
     # Diagnostic 177 reports declarations that are never referenced: dead code.
-    fixed = f"-arch={architecture}", "--std=c++17", "--minimal", "--diag-error=177"
+    suffix = "a" if source in _FOR_HOPPER and architecture == "sm_90" else ""
+    fixed = f"-arch={architecture}{suffix}", "--std=c++17", "--minimal", "--diag-error=177"
     flushes = ["--ftz=true"] if source in _FLUSHED else []
     return [each.encode() for each in (*fixed, *flushes, *(f"--define-macro={name}={value}" for name, value in macros))]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from lt_runtime.gpu.compiler import Macros
@@ -42,8 +43,24 @@ _REGISTERS: Final = 1 << 14
 _SCHEDULERS: Final = 4
 # The largest number of registers that a thread can have.
 _MOST_REGISTERS: Final = 255
-# Registers that a thread of mlp_bwd needs besides its sums.
-_OTHER_REGISTERS: Final = 52
+# Registers that a thread in a sum warp of mlp_bwd needs besides its sums: a number, and more for each layer.
+_OTHER_REGISTERS: Final = 30
+_LAYER_REGISTERS: Final = 2
+# Registers that a row warp's thread needs, beyond a width of `_WIDE`, if warps do not move registers.
+_WIDE: Final = 96
+_WIDE_ROW_REGISTERS: Final = 184
+# Registers that a row warp's thread needs at least if warps move registers; fewer for activations without arithmetic.
+_ROW_REGISTERS: Final = 152
+_LEAN: Final = {"relu": 136, "none": 136}
+# The compute capability of GPUs whose warps can move registers: groups of four warps together, in units of eight
+# registers; and the largest number of registers that a thread then has.
+_MOVING: Final = 90
+_GROUP: Final = 4
+_UNIT: Final = 8
+_MOST_MOVED: Final = 232
+# A thread's FP32 sums of a weight gradient's tile of 16 outputs and 16 inputs, and of the bias gradient of 16 outputs.
+_TILE_SUMS: Final = 8
+_BIAS_SUMS: Final = 4
 # Largest number of launches of mlp_bwd: if a backward pass needs more, the layers are run one by one, which is faster.
 _MOST_PARTS: Final = 3
 # How many of a block's partial sums are reserved for the loss; see mlp_sums.cuh.
@@ -108,11 +125,29 @@ class LossArguments(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One launch of mlp_bwd, which computes the gradients of the layers from `first` to `last`."""
+    """One launch of mlp_bwd, which computes the gradients of the layers from `first` to `last`.
+
+    Attributes:
+        registers: of the threads of row warps and of sum warps, if these move registers to each other; otherwise zeros.
+    """
 
     first: int
     last: int
     block: Block
+    registers: tuple[int, int] = (0, 0)
+
+
+class Target(NamedTuple):
+    """The properties of a GPU that decide the launches of mlp_bwd.
+
+    Attributes:
+        shared: bytes of shared memory that a block may have.
+        moves_registers: whether warps can give registers to each other.
+    """
+
+    shared: int
+    multiprocessors: int
+    moves_registers: bool
 
 
 def supports(problem: MLPProblem, device: int) -> bool:
@@ -144,6 +179,8 @@ def backward_macros(problem: MLPProblem, part: Part, loss: str | None = None) ->
     of_layers = define(INPUTS=inputs, OUTPUTS=outputs, HIDDEN=len(problem.dims) - 2, SAVED=_SAVED[_saved(problem)])
     of_part = define(FIRST=part.first, LAST=part.last)
     of_block = define(ROW_WARPS=block.row_warps, ROW_TILES=block.row_tiles, SUM_WARPS=block.sum_warps)
+    rows, sums = part.registers
+    of_block += define(ROW_REGISTERS=rows, SUM_REGISTERS=sums)
     of_loss = define(THREADS=block.threads, WEIGHTED=False) + (define(LOSS=LOSSES[loss]) if loss else ())
     forward = forward_macros(problem.dtype, problem.activation.name, width)
     return (*forward, *of_layers, *of_part, *of_block, *of_loss)
@@ -284,32 +321,36 @@ def _sums(problem: MLPProblem) -> list[int]:
 
 def _parts_for(problem: MLPProblem, device: int) -> tuple[Part, ...]:
     """The launches of mlp_bwd on a device; an empty tuple if no block of `_BLOCKS` has enough memory and registers."""
-    return fitting_parts(problem, _shared_of_block(device), device_info(device).multiprocessors)
+    info = device_info(device)
+    return fitting_parts(problem, Target(_shared_of_block(device), info.multiprocessors, info.capability == _MOVING))
 
 
-def fitting_parts(problem: MLPProblem, shared: int, multiprocessors: int) -> tuple[Part, ...]:
+def fitting_parts(problem: MLPProblem, target: Target) -> tuple[Part, ...]:
     """The fewest launches that compute all gradients; an empty tuple if no block of `_BLOCKS` can compute them.
 
-    Of several blocks that need equally few launches, the first of `_BLOCKS` is taken.
+    A launch of blocks with two row warps counts as two, since it takes longer. Of several blocks with equal counts, the
+    first of `_BLOCKS` is taken.
 
     Each launch repeats the forward and backward pass of all rows, so that fewer launches are faster.
-
-    Args:
-        shared: bytes of shared memory that a block may have.
     """
-    found = (_parts_of(problem, block, shared) for block in _blocks_for(problem, multiprocessors))
-    return min((parts for parts in found if 0 < len(parts) <= _MOST_PARTS), key=len, default=())
+    found = (_parts_of(problem, block, target) for block in _blocks_for(problem, target.multiprocessors))
+    return min((parts for parts in found if 0 < _cost(parts) <= _MOST_PARTS), key=_cost, default=())
 
 
-def _parts_of(problem: MLPProblem, block: Block, shared: int) -> tuple[Part, ...]:
+def _cost(parts: Sequence[Part]) -> int:
+    """Number of launches; one of blocks with two row warps counts as two."""
+    return sum(_BLOCKS[0].row_warps // part.block.row_warps for part in parts)
+
+
+def _parts_of(problem: MLPProblem, block: Block, target: Target) -> tuple[Part, ...]:
     """Divides the layers into parts (launches), from the last layer to the first, each with as many layers as fit.
 
     Returns an empty tuple if a block's memory or registers do not suffice for some layer alone.
     """
     found, last = list[Part](), len(problem.dims) - 2
     while last >= 0:
-        parts = (Part(first, last, block) for first in range(last + 1))
-        part = next((each for each in parts if _fits(problem, each, shared)), None)
+        parts = (_fitted(problem, Part(first, last, block), target) for first in range(last + 1))
+        part = next(filter(None, parts), None)
         if part is None:
             return ()
         found.append(part)
@@ -324,10 +365,26 @@ def _blocks_for(problem: MLPProblem, multiprocessors: int) -> list[Block]:
     return [block for block in _BLOCKS if block.row_tiles <= most]
 
 
-def _fits(problem: MLPProblem, part: Part, shared: int) -> bool:
-    """Whether a block has enough shared memory, and a thread enough registers, for the launch `part`."""
-    has_registers = _sums_each(problem, part) + _OTHER_REGISTERS <= part.block.registers
-    return has_registers and _backward_bytes(problem, part) <= shared
+def _fitted(problem: MLPProblem, part: Part, target: Target) -> Part | None:
+    """The launch `part` with its registers; None if a block's memory or its threads' registers do not suffice."""
+    if _backward_bytes(problem, part) > target.shared:
+        return None
+    block, layers = part.block, part.last - part.first + 1
+    needed = _sums_each(problem, part) + _OTHER_REGISTERS + _LAYER_REGISTERS * layers
+    if max(needed, _WIDE_ROW_REGISTERS if _sizes(problem)[1] > _WIDE else 0) <= block.registers:
+        return part
+    if not target.moves_registers or block.row_warps % _GROUP or block.sum_warps % _GROUP:
+        return None
+    rows, sums = _moved_registers(block, needed)
+    enough = rows >= _LEAN.get(problem.activation.name, _ROW_REGISTERS) and sums <= _MOST_MOVED
+    return part._replace(registers=(rows, sums)) if enough else None
+
+
+def _moved_registers(block: Block, needed: int) -> tuple[int, int]:
+    """Registers of a thread in row warps and in sum warps, if the latter get `needed` and the former what is left."""
+    sums = -(-needed // _UNIT) * _UNIT
+    left = block.registers // _UNIT * _UNIT * (block.row_warps + block.sum_warps) - sums * block.sum_warps
+    return min(left // block.row_warps // _UNIT * _UNIT, _MOST_MOVED), sums
 
 
 def _saved(problem: MLPProblem) -> Saved:
@@ -353,13 +410,23 @@ def _backward_bytes(problem: MLPProblem, part: Part) -> int:
 
 
 def _sums_each(problem: MLPProblem, part: Part) -> int:
-    """Number of FP32 sums of gradients that a thread of mlp_bwd keeps in registers; see `split_of` in mlp_bwd.cu."""
-    found, warps = 0, part.block.sum_warps
+    """Number of FP32 sums of gradients for which a thread of mlp_bwd needs registers; see its `smallest_run`."""
+    tiles, warps = list[int](), part.block.sum_warps
     for above, below in itertools.pairwise(_sizes(problem)[part.first : part.last + 2]):
-        parts = [(-(-below // _STEP // i), -(-above // _STEP // (warps // i))) for i in range(1, warps + 1)]
-        down, across = min(parts, key=lambda each: (each[0] * each[1], sum(each), each[0]))
-        found += 4 * down * (2 * across + 1)
-    return found
+        down, across = below // _STEP, above // _STEP
+        tiles += [_TILE_SUMS + _BIAS_SUMS] * down + [_TILE_SUMS] * down * (across - 1)
+    least = max(-(-sum(tiles) // warps), _TILE_SUMS + _BIAS_SUMS)
+    return next(most for most in range(least - least % -4, sum(tiles) + 4, 4) if _runs(tiles, most) <= warps)
+
+
+def _runs(tiles: Sequence[int], most: int) -> int:
+    """Number of runs of consecutive tiles, each of which has at most `most` sums; `tiles` are the tiles' sums."""
+    count, left = 0, 0
+    for each in tiles:
+        if each > left:
+            count, left = count + 1, most
+        left -= each
+    return count
 
 
 def _shared_of_block(device: int) -> int:

@@ -121,7 +121,7 @@ def _gradients(gpu: FakeGpu, model: Any) -> list[NDArray[np.float64]]:
         {"loss": "bce_with_logits"},
         {"loss": "mse", "row_weights": True},
         {"accumulate": 2},
-        {"dims": (128, 128, 128, 4), "graph": False},  # the gradients of such wide layers need two launches
+        {"dims": (128, 128, 128, 128, 4), "graph": False},  # the gradients of such wide layers need two launches
     ],
     ids=str,
 )

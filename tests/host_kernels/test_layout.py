@@ -32,7 +32,8 @@ ON = (
 OTHERS = (
     "SCALAR=float LOSS=lt::Huber WEIGHTS=2 LABEL=int ACTIVATION=lt::Relu PRODUCT=float DZ=2 OPERAND=float "
     "RULE=lt::AmsGrad MOMENT=float ROW_THREADS=320 ROW_LANES=32 ROW_BLOCKS=2 ROW_KEPT=3 WIDTH=16 INPUTS=16 "
-    "OUTPUTS=16 FIRST=0 THREADS=512 DERIVATIVE=0 WEIGHT=float FORWARD_THREADS=256 BACKWARD_THREADS=256 VECTORS=0"
+    "OUTPUTS=16 FIRST=0 THREADS=512 DERIVATIVE=0 WEIGHT=float FORWARD_THREADS=256 BACKWARD_THREADS=256 VECTORS=0 "
+    "ROW_REGISTERS=0 SUM_REGISTERS=0"
 )
 MACROS = dict.fromkeys(ON.split(), "1") | dict(each.split("=") for each in OTHERS.split())
 """A valid value of each macro that some kernel file needs to be compiled."""

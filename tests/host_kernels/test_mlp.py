@@ -17,7 +17,7 @@ from lt_runtime.gpu.devices import DeviceInfo
 from lt_runtime.kernels import mlp, tiling
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.losses import ElementwiseLoss
-from lt_runtime.kernels.mlp import Block, LossArguments, MlpBackward, MlpForward, Part, fitting_parts, supports
+from lt_runtime.kernels.mlp import Block, LossArguments, MlpBackward, MlpForward, Part, Target, fitting_parts, supports
 from lt_runtime.problem import ACTIVATIONS, Activation, DType, MLPProblem
 from lt_runtime.reference.activations import activate, derivative
 from tests.host_kernels.arrays import EPSILON, FLAT, Guarded, vector
@@ -338,7 +338,8 @@ def _taken(*dims: int, dtype: DType = BF16, rows: int = 8, backward: bool = True
     [
         *((dims, True, True) for dims in ((64, 64, 64, 64, 3), (1, 1, 1), (128, 128, 10), (16,) * 15)),
         *((dims, False, False) for dims in ((64, 64), (64, 129, 64), (129, 64, 64), (64, 64, 129), (16,) * 18)),
-        ((128,) * 5, True, False),  # in backward, shared memory is too small for so many layers
+        ((128,) * 5, True, True),
+        ((128,) * 6, True, False),  # in backward, shared memory is too small for so many layers
         ((128,) * 9, False, False),
     ],
     ids=str,
@@ -347,23 +348,26 @@ def test_supported_widths_and_depths(dims: tuple[int, ...], forward: bool, backw
     assert (_taken(*dims, backward=False), _taken(*dims)) == (forward, backward)
 
 
-def _parts(*dims: int, rows: int = 1 << 20) -> list[tuple[int, ...]]:
+def _parts(*dims: int, rows: int = 1 << 20, activation: str = "relu") -> list[tuple[int, ...]]:
     """Records for each launch of backward: the first layer, the last layer, and the number of threads in a block."""
-    problem = MLPProblem(BF16, rows, dims, (True,) * (len(dims) - 1), Activation("relu"), True)
-    return [(part.first, part.last, *part.block) for part in fitting_parts(problem, SHARED, 132)]
+    problem = MLPProblem(BF16, rows, dims, (True,) * (len(dims) - 1), Activation(activation), True)
+    return [
+        (part.first, part.last, *part.block)
+        for part in fitting_parts(problem, Target(SHARED, 132, moves_registers=True))
+    ]
 
 
 def test_blocks_fit_shared_memory_and_registers() -> None:
     assert _parts(64, 64, 64, 64, 3) == [(0, 3, 4, 2, 4)]
     assert _parts(64, 64, 64, 64, 3, rows=64) == [(0, 3, 4, 1, 4)], "one tile of rows is the shortest way"
-    assert _parts(*[64] * 6, 3) == [(0, 5, 4, 1, 8)], "registers for the sums of four warps are too few"
+    assert _parts(*[96] * 4, 3) == [(0, 3, 4, 1, 8)], "registers for the sums of four warps are too few"
     assert _parts(128, 128, 10) == [(0, 1, 4, 1, 4)], "a thread has registers for one tile of such rows"
 
 
 def test_parts_are_as_few_as_can_be() -> None:
-    assert _parts(*[128] * 3, 10) == [(1, 2, 4, 1, 4), (0, 0, 4, 1, 4)]
-    assert _parts(*[128] * 4, 10) == [(2, 3, 4, 1, 4), (1, 1, 4, 1, 4), (0, 0, 4, 1, 4)]
-    assert _parts(*[64] * 8, 3) == [(3, 7, 4, 1, 4), (0, 2, 4, 1, 4)]
+    assert _parts(*[128] * 4, 10) == [(1, 3, 4, 1, 8), (0, 0, 4, 1, 8)]
+    assert _parts(*[128] * 4, 10, activation="gelu") == [(2, 3, 4, 1, 8), (0, 1, 4, 1, 8)]
+    assert _parts(*[96] * 5) == [(2, 3, 4, 1, 4), (0, 1, 4, 1, 4)], "twice two row warps would be slower"
 
 
 IN_PARTS = ([(2, 2), (0, 1)], [(1, 2), (0, 0)], [(2, 2), (1, 1), (0, 0)])
