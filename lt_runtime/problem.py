@@ -491,6 +491,7 @@ class MLPProblem:
         biases: whether each layer has a bias.
         activation: activation of every layer but the last, which has none.
         backward: whether the gradients of all parameters are wanted too.
+        loss: whether the backward pass also computes the loss, so that the outputs are not computed before it.
     """
 
     dtype: DType
@@ -499,5 +500,6 @@ class MLPProblem:
     biases: tuple[bool, ...]
     activation: Activation
     backward: bool = False
+    loss: bool = field(default=False, metadata=LATER)
 
     compute: ClassVar = Compute.FLOAT32

@@ -33,11 +33,11 @@ class NarrowPasses:
         is_plain = len(hidden) == 1 and layers[-1].activation == Activation()
         # `_device` is None if the fused kernels do not support the model, whatever the number of rows.
         self._device = device if is_plain and device is not None and supports(self._problem, device) else None
-        # For numbers of rows, with and without gradients: whether to use the passes, and the result of `_reasons`.
-        self._chosen: dict[tuple[int, bool], tuple[bool, list[str | None]]] = {}
+        # For numbers of rows, gradients and a loss: whether to use the passes, and the result of `_reasons`.
+        self._chosen: dict[tuple[int, bool, bool], tuple[bool, list[str | None]]] = {}
         self._generation: object = None
 
-    def take(self, x: Any, *, backward: bool) -> bool:
+    def take(self, x: Any, *, backward: bool, loss: bool = False) -> bool:
         """Whether to use the fused passes for inputs x.
 
         The answer is False for a model that the kernels do not support with any number of rows, for a model with a
@@ -46,6 +46,7 @@ class NarrowPasses:
 
         Args:
             backward: whether gradients are computed too; if so, a model with dropout runs layer by layer.
+            loss: whether `backward` is to be called with a loss.
         """
         if self._device is None or (backward and any(each.dropout for each in self._layers)):
             return False
@@ -54,9 +55,9 @@ class NarrowPasses:
             return False
         if self._generation is not cache.generation:
             self._chosen, self._generation = {}, cache.generation
-        key = int(shape[0]), backward
+        key = int(shape[0]), backward, loss
         if key not in self._chosen or asked_for.get():
-            problem = replace(self._problem, rows=key[0], backward=backward)
+            problem = replace(self._problem, rows=key[0], backward=backward, loss=loss)
             reasons = self._reasons(problem)
             may_fuse = supports(problem, self._device) and None not in reasons
             if may_fuse:

@@ -441,17 +441,22 @@ class StepBody:
 
     def reads_table(self, part: tuple[Any, ...]) -> bool:
         """Whether a fused pass computes a micro-batch's loss and gradients; it can read the batch through a table."""
-        return self.loss.elementwise is not None and len(part) == 2 and self._narrow(part[0], None, 0) is not None
+        return self._fuses_loss(part) and self._narrow(part, None, 0) is not None
 
-    def _narrow(self, x: Any, met: Met | None, table: int) -> NarrowPasses | None:
-        """The fused passes of a narrow MLP; None if they are not used for inputs x.
+    def _fuses_loss(self, part: tuple[Any, ...]) -> bool:
+        """Whether fused passes of a narrow MLP would compute the loss of a micro-batch; row weights prevent it."""
+        return self.loss.elementwise is not None and len(part) == 2
+
+    def _narrow(self, part: tuple[Any, ...], met: Met | None, table: int) -> NarrowPasses | None:
+        """The fused passes of a narrow MLP; None if they are not used for a micro-batch.
 
         With a table they are used in any case, because nothing else reads it.
         """
         model = self.model
         if not isinstance(model, MLP) or met is not None:
             return None
-        return model.narrow if table or model.narrow.take(x, backward=True) else None
+        takes = table or model.narrow.take(part[0], backward=True, loss=self._fuses_loss(part))
+        return model.narrow if takes else None
 
     def _run_part(
         self,
@@ -466,7 +471,7 @@ class StepBody:
         count, model, loss, scaler = self.arity or 1, self.model, self.loss, self.optimizer.scaler
         xs, (target, *weights) = part[:count], part[count:]
         x = xs[0] if count == 1 else xs
-        narrow = self._narrow(x, met, table)
+        narrow = self._narrow(part, met, table)
         scale, share, first = None if scaler is None else scaler.scale, 1.0 / self._all_parts, index == 0
         options: dict[str, Any] = {"accumulate": not first, "stream": stream}
         run = Pass(
@@ -474,7 +479,7 @@ class StepBody:
         )
         run.places, run.met, run.on_written = self._places, met, buckets.written if buckets else None
         run.known = self._known
-        if narrow is not None and not weights and loss.elementwise is not None:
+        if narrow is not None and loss.elementwise is not None and self._fuses_loss(part):
             arguments = LossArguments(share, table, index * target.shape[0])
             with range_of("backward"):
                 number = narrow.backward(x, target, loss=loss.elementwise, scale=scale, arguments=arguments, **options)

@@ -134,7 +134,7 @@ class LayerChain:
         return cls(tuple(Layer(replace(each, backward=False)) for each in chain.forwards.values()))
 
     def narrow(self, device: int) -> list[MLPProblem]:
-        """The chain as one `MLPProblem`, in a list; an empty list if fused kernels cannot run its passes."""
+        """The chain as `MLPProblem`s, with gradients once with a loss and once without; none if it cannot be fused."""
         forwards = [*self.forwards.values()]
         if len(forwards) < max(2, len(self.layers)):
             return []
@@ -142,7 +142,9 @@ class LayerChain:
         dims = (first.x.layout.cols, *(each.y.layout.cols for each in forwards))
         biases, backward = tuple(each.bias is not None for each in forwards), bool(self.backwards)
         problem = MLPProblem(first.dtype, first.x.layout.rows, dims, biases, first.activation, backward)
-        return [problem] if supports(problem, device) and LayerChain.of_narrow(problem) == self else []
+        if not supports(problem, device) or LayerChain.of_narrow(problem) != self:
+            return []
+        return [replace(problem, loss=True), problem] if backward else [problem]
 
     @property
     def forwards(self) -> dict[int, ForwardProblem]:

@@ -53,7 +53,7 @@ def describe(problem: Remembered) -> str:
         times = f" batch {problem.batch}" if problem.batch > 1 else ""
         return f"matmul {problem.m}x{problem.n}x{problem.k}{times} {dtype} {problem.epilogue.value}"
     if isinstance(problem, MLPProblem):
-        kind = "training" if problem.backward else "inference"
+        kind = ("training with loss" if problem.loss else "training") if problem.backward else "inference"
         return f"{kind} {problem.rows}x{'-'.join(map(str, problem.dims))} {dtype} {problem.activation.name}"
     if isinstance(problem, Fp8ChainProblem):
         activations = ", ".join(dict.fromkeys(each.name for each in problem.activations))

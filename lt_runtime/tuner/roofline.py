@@ -72,14 +72,15 @@ def work_of(problem: Remembered) -> Work:
 def _work_of_mlp(problem: MLPProblem) -> Work:
     """The work of a narrow MLP: its products, and the bytes of inputs, outputs and parameters.
 
-    With `backward` the gradients of outputs and parameters are counted as well; inputs have no gradient.
+    With `backward` the gradients of outputs and parameters are counted as well; inputs have no gradient. With a loss
+    the targets are read in place of the outputs' gradient, and no outputs are written.
     """
     products = [above * below for above, below in itertools.pairwise(problem.dims)]
     weights, biases = sum(products), sum(itertools.compress(problem.dims[1:], problem.biases))
     inputs, outputs = problem.dims[0], problem.dims[-1]
     passes = 3 * weights - products[0] if problem.backward else weights
     each = 1 + problem.backward  # a backward pass moves a gradient besides each output and each parameter
-    moved = problem.rows * (inputs + each * outputs) + each * (weights + biases)
+    moved = problem.rows * (inputs + (each - problem.loss) * outputs) + each * (weights + biases)
     return Work(2 * problem.rows * passes, problem.dtype.itemsize * moved)
 
 

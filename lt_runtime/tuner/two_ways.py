@@ -129,7 +129,9 @@ def decide_mlp(bench: Bench, chain: LayerChain, problem: MLPProblem) -> Decided:
         MemoryError: the GPU has not enough memory for all operands of the chain.
     """
     chain, layers = as_planned(chain, bench.device)
-    fused = [(0, plan) for plan in mlp_plans(problem, bench.device)]
+    passes = [(0, plan) for plan in mlp_plans(problem, bench.device)]
+    # The backward pass is timed without its loss, which hardly changes its time, and the layers without theirs.
+    fused = passes[-1:] if problem.loss else passes
     operands, tolerance = OperandSets(bench, chain, EndOperands), (problem.dtype, len(problem.biases))
-    ways = TwoWays(bench, problem, FUSED_MLP, {True: fused, False: layers}, operands, fused, tolerance)
+    ways = TwoWays(bench, problem, FUSED_MLP, {True: fused, False: layers}, operands, passes, tolerance)
     return ways.decide(untuned=True)

@@ -259,18 +259,18 @@ def test_the_plan_cache_decides(gpu: FakeGpu) -> None:
     step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse", graph=False)
     step(x, target)
     assert _names(gpu) == {BACKWARD, GRADIENTS}
-    _remember(gpu, model, rows, backward=True, no_split_k=False)
+    _remember(gpu, model, rows, backward=True, loss=True, no_split_k=False)
     step(x, target)
     assert _names(gpu) == set()
 
 
-def _remember(gpu: FakeGpu, model: Any, rows: int, *, backward: bool, no_split_k: object) -> None:
+def _remember(gpu: FakeGpu, model: Any, rows: int, *, backward: bool, no_split_k: object, loss: bool = False) -> None:
     """Stores a decision for a model in the plan cache, as the tuner would."""
     names = ("problem", "store.keys", "store.entries", "store.plan_store", "plans.cache")
     problem, keys, entries, plan_store, cache = (importlib.import_module(f"lt_runtime.{each}") for each in names)
     assert problem is gpu.lt.problem, "of the package that is on the pretended GPU"
     biases = (True,) * (len(model.dims) - 1)
-    asked = problem.MLPProblem(model.dtype, rows, model.dims, biases, problem.Activation("relu"), backward)
+    asked = problem.MLPProblem(model.dtype, rows, model.dims, biases, problem.Activation("relu"), backward, loss)
     entry = entries.LayerEntry({"fused_mlp": no_split_k}, 1.0)
     plan_store.plan_store(0).put({keys.problem_key(asked): entry})
     cache.forget([asked], 0)
@@ -287,7 +287,7 @@ def test_what_is_none_of_its_strategies_is_not_followed(gpu: FakeGpu) -> None:
 @pytest.mark.parametrize(("slow", "rows"), [("matmul", 17), ("kernel", 18)])
 def test_tuning(hurried: FakeGpu, monkeypatch: pytest.MonkeyPatch, slow: str, rows: int) -> None:
     """The faster of one fused kernel and single layers is used, stored in the plan cache and shown by `lt.explain`."""
-    gpu, dims = hurried, (16, 16, 4)
+    gpu, dims = hurried, (16, 16, 16)
     monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": 1e3, "matmul": 1e3} | {slow: 2e4})
     report = gpu.lt.tune(dims, rows, dtype="bfloat16", progress=False)
     is_fused = slow == "matmul"
@@ -295,14 +295,30 @@ def test_tuning(hurried: FakeGpu, monkeypatch: pytest.MonkeyPatch, slow: str, ro
     assert report[-1].strategy == chosen
     explained = gpu.lt.explain(dims, rows, dtype="bfloat16")[-1]
     assert (explained.strategy, [words for words, _ in explained.alternatives]) == (chosen, [other])
-    assert f"training {rows}x16-16-4 bfloat16 relu" in str(explained)
+    assert f"training {rows}x16-16-16 bfloat16 relu" in str(explained)
     again = gpu.lt.tune(dims, rows, dtype="bfloat16", progress=False)
     assert (again[-1].strategy, again[-1].measured) == (chosen, 0)
     gpu.kernels.launched.clear()
     model = _model(gpu, dims)
     step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse")
-    step(_inputs(gpu, rows, 16), _inputs(gpu, rows, 4))
+    step(_inputs(gpu, rows, 16), _inputs(gpu, rows, 16))
     assert _names(gpu) == ({BACKWARD, GRADIENTS} if is_fused else set())
+
+
+def test_a_forward_pass_counts_where_a_step_runs_one(hurried: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an elementwise loss a step runs two fused kernels and no forward pass, otherwise three; layers are five."""
+    gpu, dims, rows = hurried, (16, 16, 16), 20
+    monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": 2e3, "matmul": 1e3})
+    gpu.lt.tune(dims, rows, dtype="bfloat16", progress=False)
+    strategies = [each.strategy for each in gpu.lt.explain(dims, rows, dtype="bfloat16")[-2:]]
+    assert strategies == ["one kernel a pass", "layer by layer"]
+    x, labels = _inputs(gpu, rows, 16), gpu.cp.asarray(np.arange(rows, dtype=np.int32) % 16)
+    for loss, target, names in (("mse", x, {BACKWARD, GRADIENTS}), ("cross_entropy", labels, set())):
+        model = _model(gpu, dims)
+        step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss=loss)
+        gpu.kernels.launched.clear()
+        step(x, target)
+        assert _names(gpu) == names, loss
 
 
 def test_inference_is_measured_where_that_is_asked_for(hurried: FakeGpu) -> None:

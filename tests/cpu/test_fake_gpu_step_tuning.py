@@ -191,10 +191,11 @@ def test_a_narrow_mlp_is_measured_as_a_whole_once_its_layers_are_known(process: 
             patch.setattr(own("tuner.chain"), "supports", lambda *_: False)
             [*own("tuner.search").tune_chains([chain], 0)]
         assert is_measured(chain.forwards[0], 0)
-        (narrow,) = chain.narrow(0)
-        assert not is_measured(narrow, 0)
+        with_loss, without = chain.narrow(0)
+        assert not is_measured(with_loss, 0)
         Run(gpu, dims, "bfloat16").train()
-        assert is_measured(narrow, 0)
+        assert is_measured(with_loss, 0)
+        assert is_measured(without, 0)
 
 
 def test_the_argument_decides_before_the_environment(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:

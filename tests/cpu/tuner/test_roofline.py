@@ -95,3 +95,6 @@ def test_work_of_a_narrow_mlp() -> None:
     # A layer has three products in training; the first layer has two, because the inputs have no gradient.
     training = Work(2 * 6 * (3 * weights - 3 * 5), 2 * (6 * (3 + 2 * 4) + 2 * parameters))
     assert work_of(replace(inference, backward=True)) == training
+    # With a loss the targets are read, and neither outputs nor their gradient are written or read.
+    with_loss = Work(training.flops, 2 * (6 * (3 + 4) + 2 * parameters))
+    assert work_of(replace(inference, backward=True, loss=True)) == with_loss
