@@ -5,6 +5,7 @@ The cast of a weight that an optimizer's update writes in FP8 is left out.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from lt_runtime.errors import GpuError
 from lt_runtime.fp8 import Fp8ChainProblem, Fp8Problem, Precision, Prologue
+from lt_runtime.gpu.peaks import Hardware, hardware
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.fp8 import ScalesPass
 from lt_runtime.layout import packed
@@ -26,11 +28,15 @@ from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.chain_operands import OperandSets, tensors_of
 from lt_runtime.tuner.operands import NORMAL, Buffer, Memory
 from lt_runtime.tuner.report import Decided
+from lt_runtime.tuner.roofline import least_us
 from lt_runtime.tuner.timing import Bench
 from lt_runtime.tuner.two_ways import EndOperands, TwoWays, as_planned
 
 _LEAST_GAIN = 0.02
-"""Fraction of the time that FP8 must save, because a step also runs what is not measured."""
+"""Fraction of the time that FP8 must save, because a step also runs what is not measured.
+
+To it comes the time in which an optimizer's update writes weights in FP8.
+"""
 _LAYERS = 2
 """The tolerance of results allows for the rounding errors of at most this many layers.
 
@@ -153,4 +159,17 @@ def decide_fp8(bench: Bench, problem: Fp8ChainProblem) -> Decided:
         casting += fp8_plans(replace(problem, written=()), device)
     except GpuError as error:
         ways.reject(f"refused: {error}")
-    return ways.decide(untuned=expected_slower_in_fp8(problem, device) is None, least_gain=_LEAST_GAIN)
+    untuned = expected_slower_in_fp8(problem, device) is None
+    return ways.decide(untuned=untuned, least_gain=least_gain(problem, hardware(device)))
+
+
+def least_gain(problem: Fp8ChainProblem, peaks: Hardware) -> float:
+    """Fraction of the layers' time that FP8 must save for a step to become faster.
+
+    An update writes a byte for each element of a weight, and another for its transpose; their time is compared with
+    that of the layers in their own type, both at peak rates.
+    """
+    sizes = zip(problem.written, itertools.pairwise(problem.dims), strict=False)
+    added = sum(2 * inputs * outputs for written, (inputs, outputs) in sizes if written)
+    own = sum(least_us(each, peaks) or 0.0 for _, each in LayerChain.of_fp8(problem).runs)
+    return _LEAST_GAIN + (1e6 * added / peaks.bytes_per_s / own if own else 0.0)
