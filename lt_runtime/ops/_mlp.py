@@ -82,7 +82,7 @@ class MlpGradients(MlpOutputs):
         activation, accumulate, loss = options
         x, y, *rest, scale, out_loss = operands
         parameters, gradients = rest[:_PLACES], rest[_PLACES:]
-        problem = _problem(x, parameters, activation, backward=True)
+        problem = _problem(x, parameters, activation, backward=True, loss=loss is not None)
         check_shape(y.name, y.shape, (problem.rows, problem.dims[-1]), "the outputs' shape")
         check_same(x, y)
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -112,7 +112,9 @@ MLP_OUTPUTS: Final = MlpOutputs()
 MLP_GRADIENTS: Final = MlpGradients()
 
 
-def _problem(x: Operand, parameters: Sequence[Operand | None], activation: Activation, *, backward: bool) -> MLPProblem:
+def _problem(
+    x: Operand, parameters: Sequence[Operand | None], activation: Activation, *, backward: bool, loss: bool = False
+) -> MLPProblem:
     """Checks that each layer's operands fit the layer below; returns the problem."""
     weights = [each for each in parameters[::2] if each is not None]
     dims = (weights[0].shape[1], *(each.shape[0] for each in weights))
@@ -128,4 +130,4 @@ def _problem(x: Operand, parameters: Sequence[Operand | None], activation: Activ
     check_shape(x.name, x.shape, (*x.shape[:1], dims[0]), f"as {weights[0].name} has it")
     check_same(x, *(each for each in parameters if each is not None))
     biases = tuple(each is not None for each in parameters[1 : 2 * len(weights) : 2])
-    return MLPProblem(x.element_type(), x.shape[0], dims, biases, activation, backward)
+    return MLPProblem(x.element_type(), x.shape[0], dims, biases, activation, backward, loss)
