@@ -1,7 +1,8 @@
 """Predicts the time of a training step on many GPUs from its time on one, by the bytes and rates of its sums.
 
-All sums but the last run beside the rest of backward, which they lengthen by the multiprocessors that they take. The
-last one lengthens the step by its whole time: the update of other parameters, which could run beside it, fills the GPU.
+Gradients are summed over the GPUs bucket by bucket. All sums but the last overlap with the rest of backward and slow it
+down, because they occupy multiprocessors. The last sum adds its whole time to the step: it could overlap only with the
+update of other parameters, which occupies the whole GPU.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ namespace lt {
 
 // One row of the table of tiles, which the host builds. Every address points to the tile's first element.
 struct alignas(16) OptimizerTile {
-  OptimizerChunk chunk;       // all addresses in it are multiples of 16
+  OptimizerChunk chunk;       // every address in the chunk is a multiple of 16 bytes
   unsigned char* out;         // the weight in FP8
   unsigned char* transposed;  // the transpose of the weight in FP8; null if not wanted
   const float* scale;

@@ -144,7 +144,7 @@ constexpr int kDepth = 16;  // number of terms along K that a block loads at a t
 constexpr int kSide = 16;   // threads of a block along each side
 constexpr int kEach = kTile / kSide;
 constexpr double kSteepest = 1.13;  // largest derivative of the activations
-constexpr double kBiased = 0x1p-20;  // relative error of a sum in FP32 whose truncations all have one sign
+constexpr double kBiased = 0x1p-20;  // relative error of an FP32 sum whose truncation errors all have the same sign
 
 struct Tile {
   double v[kDepth][kTile + 1];  // padded by one element, so that neighbours in a column lie in different banks

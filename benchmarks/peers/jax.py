@@ -102,7 +102,7 @@ def _adamw(parameter: jax.Array, gradient: jax.Array, mean: jax.Array, square: j
     return value.astype(kept), (mean.astype(kept), square.astype(kept))
 
 
-# The losses of the models, from their parameters in the order of ours.
+# Functions that compute the losses of the models. Lists of parameters are in the order of lt_runtime's models.
 
 
 def cost_of(case: StepCase, parameters: list[jax.Array], x: jax.Array, target: jax.Array) -> jax.Array:

@@ -143,14 +143,14 @@ def gated_backward(buffers: Sets, dropout: float, *, compiled: bool = False) -> 
 
 
 def _in_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Any:
-    """x · scale in FP8, saturated, row by row and transposed, and the largest absolute value of x."""
+    """x · scale in FP8, saturated, row-major and transposed, and the largest absolute value of x."""
     most = torch.finfo(dtype).max
     cast = (x.float() * scale).clamp(-most, most).to(dtype)
     return cast, cast.t().contiguous(), x.abs().amax()
 
 
 def cast_fp8(buffers: Sets, *, compiled: bool = False) -> Contender:
-    """x in E4M3, row by row and transposed."""
+    """Casts x to E4M3, row-major and transposed, and finds the largest absolute value of x."""
     scale = _scalar(1.0)
     return _over([(x, scale) for (x,) in _inputs(buffers, 1)], _compiled(_in_fp8, wanted=compiled))
 

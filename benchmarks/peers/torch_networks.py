@@ -1,4 +1,4 @@
-"""PyTorch's models of the suites that measure training steps, and their losses; without a GPU library."""
+"""PyTorch models and losses for the suites that measure training steps. They run on the host too."""
 
 from __future__ import annotations
 

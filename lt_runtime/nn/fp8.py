@@ -90,7 +90,7 @@ def _is_slower(state: FP8State, x: Any, w: Any, compute: Any, device: int, *, ke
     """Whether a GPU is expected to compute y more slowly in FP8, or cannot compute it by the recipe.
 
     Args:
-        keeps: whether the weight is in FP8 already.
+        keeps: whether the call reads the layer's kept FP8 weight, so that it casts only x; see `keeps_weight`.
     """
     kind, sizes = DType.parse("x", x.dtype), (math.prod(x.shape[:-1]), *w.shape)
     options = {"keeps_w": keeps, "is_current": state.recipe.recipe != "delayed"}

@@ -46,7 +46,7 @@ class ForwardPlan(Plan):
         is_exact = self._product_dtype is not problem.dtype
         # If the product has the problem's type, it is written into the buffer of the pre-activation, to save a copy.
         self._product_is_kept = has_pass and self.kept_spec is not None and not is_exact
-        # The product may not lie in y before our kernel has read an addend, because y may be the addend's memory.
+        # The product must not overwrite y before our kernel has read the addend, because the two may share memory.
         is_apart = problem.addend is not None and has_pass and not self._product_is_kept
         self._scratch_bytes = self._product_dtype.itemsize * problem.y.layout.size if is_exact or is_apart else 0
         product = self._matmul_problem()

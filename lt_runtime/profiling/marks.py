@@ -96,8 +96,8 @@ class MarkedCopy:
     no work between them share a number.
 
     Args:
-        moments: the numbers of the moments at which an event is recorded.
-        empty: the number of further events before the first moment, to measure the cost of an event.
+        moments: range of numbers of moments; the copy records an event at each moment in it.
+        empty: number of additional events recorded just before moment 0, to measure the cost of an event.
 
     Attributes:
         graph: the captured copy; None until it is captured.

@@ -96,7 +96,7 @@ def make(
     check_mlp: Callable[[Any, Kinds], object],
     given: Mapping[str, Any],
 ) -> Block:
-    """Makes the model of a description, with the sizes of a file's arrays.
+    """Builds the model that a file's description specifies, with arrays of the sizes in `kinds`.
 
     Args:
         check_mlp: is called with the options of an MLP and its arrays before the MLP is made, and may raise.

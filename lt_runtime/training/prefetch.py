@@ -186,7 +186,7 @@ class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"])
 
 
 class _HostLane:
-    """Transfers batches from the reading thread to the user (a lane). On the host it copies each batch once."""
+    """A lane transfers batches from the reading thread to the user. The host's lane copies each batch once."""
 
     def working(self) -> contextlib.AbstractContextManager[None]:
         """Context manager around the reading thread's work."""

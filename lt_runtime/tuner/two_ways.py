@@ -101,7 +101,7 @@ class TwoWays:
         return [True]
 
     def reject(self, reason: str) -> None:
-        """Rejects the other way."""
+        """Removes the contender True, which runs the layers in the other way, and records the reason."""
         self.plans.pop(True, None)
         self.rejected.append(RejectedStrategy({self.key: True}, reason))
 

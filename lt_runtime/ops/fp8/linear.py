@@ -235,7 +235,7 @@ class LinearCall(NamedTuple):
 
 
 def forward(state: FP8State, given: LinearCall) -> tuple[Any, LinearContext]:
-    """`linear_fwd` with its product in FP8, unless the layer alone is in its own type, see `choose`.
+    """Runs one `linear_fwd` with its product in FP8, or in the layer's own type if `choose` decides against FP8.
 
     Raises:
         KindError: `state` is no `FP8State`.
