@@ -43,20 +43,25 @@ _REGISTERS: Final = 1 << 14
 _SCHEDULERS: Final = 4
 # The largest number of registers that a thread can have.
 _MOST_REGISTERS: Final = 255
-# Registers that a thread in a sum warp of mlp_bwd needs besides its sums: a number, and more for each layer.
+# Registers that a thread in a sum warp of mlp_bwd needs besides its sums: a number, and some for each layer.
 _OTHER_REGISTERS: Final = 30
 _LAYER_REGISTERS: Final = 2
-# Registers that a row warp's thread needs, beyond a width of `_WIDE`, if warps do not move registers.
+# Registers that its thread leaves unused, by the number of sum warps: for other GPUs than Hopper, ptxas takes more.
+_SPARE_REGISTERS: Final = {4: 4, 8: 16}
+# If hidden layers are wider than `_WIDE`, each thread of a row warp needs `_WIDE_ROW_REGISTERS` registers, unless the
+# launch moves registers between warps (setmaxnreg).
 _WIDE: Final = 96
 _WIDE_ROW_REGISTERS: Final = 184
-# Registers that a row warp's thread needs at least if warps move registers; fewer for activations without arithmetic.
-_ROW_REGISTERS: Final = 152
-_LEAN: Final = {"relu": 136, "none": 136}
-# The compute capability of GPUs whose warps can move registers: groups of four warps together, in units of eight
-# registers; and the largest number of registers that a thread then has.
+# Registers that a row warp's thread needs at least if warps move registers; and those of GELU, whose tanh form needs
+# them if there are more hidden layers than two.
+_ROW_REGISTERS: Final = 136
+_GELU_REGISTERS: Final = 152
+_FEW_LAYERS: Final = 4  # sizes of the inputs, of two hidden layers and of the outputs
+# Threads have registers in units of eight.
+_UNIT: Final = 8
+# The compute capability of GPUs whose warps can move registers, four warps together; and the most that a thread has.
 _MOVING: Final = 90
 _GROUP: Final = 4
-_UNIT: Final = 8
 _MOST_MOVED: Final = 232
 # A thread's FP32 sums of a weight gradient's tile of 16 outputs and 16 inputs, and of the bias gradient of 16 outputs.
 _TILE_SUMS: Final = 8
@@ -94,7 +99,7 @@ class Block(NamedTuple):
     def registers(self) -> int:
         """The most registers that a thread may use if the four schedulers are to hold all warps of the block."""
         warps_each = -(-self.threads // (WARP * _SCHEDULERS))
-        return min(_REGISTERS // (WARP * warps_each), _MOST_REGISTERS)
+        return min(_REGISTERS // (WARP * warps_each) // _UNIT * _UNIT, _MOST_REGISTERS)
 
     @property
     def chunk(self) -> int:
@@ -371,19 +376,21 @@ def _fitted(problem: MLPProblem, part: Part, target: Target) -> Part | None:
         return None
     block, layers = part.block, part.last - part.first + 1
     needed = _sums_each(problem, part) + _OTHER_REGISTERS + _LAYER_REGISTERS * layers
-    if max(needed, _WIDE_ROW_REGISTERS if _sizes(problem)[1] > _WIDE else 0) <= block.registers:
+    of_rows = _WIDE_ROW_REGISTERS if _sizes(problem)[1] > _WIDE else 0
+    if max(needed + _SPARE_REGISTERS[block.sum_warps], of_rows) <= block.registers:
         return part
     if not target.moves_registers or block.row_warps % _GROUP or block.sum_warps % _GROUP:
         return None
     rows, sums = _moved_registers(block, needed)
-    enough = rows >= _LEAN.get(problem.activation.name, _ROW_REGISTERS) and sums <= _MOST_MOVED
+    needs_more = {"gelu": len(problem.dims) > _FEW_LAYERS, "gelu_erf": True}.get(problem.activation.name, False)
+    enough = rows >= (_GELU_REGISTERS if needs_more else _ROW_REGISTERS) and sums <= _MOST_MOVED
     return part._replace(registers=(rows, sums)) if enough else None
 
 
 def _moved_registers(block: Block, needed: int) -> tuple[int, int]:
     """Registers of a thread in row warps and in sum warps, if the latter get `needed` and the former what is left."""
     sums = -(-needed // _UNIT) * _UNIT
-    left = block.registers // _UNIT * _UNIT * (block.row_warps + block.sum_warps) - sums * block.sum_warps
+    left = block.registers * (block.row_warps + block.sum_warps) - sums * block.sum_warps
     return min(left // block.row_warps // _UNIT * _UNIT, _MOST_MOVED), sums
 
 
