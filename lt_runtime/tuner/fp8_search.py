@@ -1,6 +1,6 @@
 """Measures whether layers are faster in FP8: forward, backward and their casts, against the layers in their own type.
 
-The cast of a weight that an optimizer's update writes in FP8 is left out.
+The cast of a weight that an optimizer's update writes in FP8 is left out, but the time to write it is not.
 """
 
 from __future__ import annotations
@@ -28,15 +28,11 @@ from lt_runtime.tuner.chain import LayerChain
 from lt_runtime.tuner.chain_operands import OperandSets, tensors_of
 from lt_runtime.tuner.operands import NORMAL, Buffer, Memory
 from lt_runtime.tuner.report import Decided
-from lt_runtime.tuner.roofline import least_us
 from lt_runtime.tuner.timing import Bench
 from lt_runtime.tuner.two_ways import EndOperands, TwoWays, as_planned
 
 _LEAST_GAIN = 0.02
-"""Fraction of the time that FP8 must save, because a step also runs what is not measured.
-
-To it comes the time in which an optimizer's update writes weights in FP8.
-"""
+"""Fraction of the time that FP8 must save, because a step also runs what is not measured."""
 _LAYERS = 2
 """The tolerance of results allows for the rounding errors of at most this many layers.
 
@@ -153,23 +149,21 @@ def decide_fp8(bench: Bench, problem: Fp8ChainProblem) -> Decided:
     chain, layers = as_planned(LayerChain.of_fp8(problem), device)
     operands = OperandSets(bench, chain, partial(_Fp8Operands, problem=problem))
     tolerance = problem.recipe.dtypes[2], min(len(problem.activations), _LAYERS)
-    ways = TwoWays(bench, problem, IN_FP8, {False: layers}, operands, casting, tolerance)
+    added_us = update_us(problem, hardware(device))
+    ways = TwoWays(bench, problem, IN_FP8, {False: layers}, operands, casting, tolerance, added_us)
     try:
         ways.plans[True] = fp8_plans(problem, device)
         casting += fp8_plans(replace(problem, written=()), device)
     except GpuError as error:
         ways.reject(f"refused: {error}")
-    untuned = expected_slower_in_fp8(problem, device) is None
-    return ways.decide(untuned=untuned, least_gain=least_gain(problem, hardware(device)))
+    return ways.decide(untuned=expected_slower_in_fp8(problem, device) is None, least_gain=_LEAST_GAIN)
 
 
-def least_gain(problem: Fp8ChainProblem, peaks: Hardware) -> float:
-    """Fraction of the layers' time that FP8 must save for a step to become faster.
+def update_us(problem: Fp8ChainProblem, peaks: Hardware) -> float:
+    """Microseconds, at the peak rate of memory, in which an optimizer's update writes weights in FP8.
 
-    An update writes a byte for each element of a weight, and another for its transpose; their time is compared with
-    that of the layers in their own type, both at peak rates.
+    It writes a byte for each element of a weight, and another for its transpose. 0.0 if the peak rate is not known.
     """
     sizes = zip(problem.written, itertools.pairwise(problem.dims), strict=False)
-    added = sum(2 * inputs * outputs for written, (inputs, outputs) in sizes if written)
-    own = sum(least_us(each, peaks) or 0.0 for _, each in LayerChain.of_fp8(problem).runs)
-    return _LEAST_GAIN + (1e6 * added / peaks.bytes_per_s / own if own else 0.0)
+    written = sum(2 * inputs * outputs for is_written, (inputs, outputs) in sizes if is_written)
+    return 1e6 * written / peaks.bytes_per_s if peaks.bytes_per_s else 0.0

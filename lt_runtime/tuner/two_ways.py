@@ -6,7 +6,7 @@ A narrow MLP may run by one kernel a pass (`decide_mlp`), and layers may be in F
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from lt_runtime.fp8 import Fp8ChainProblem
@@ -52,6 +52,7 @@ class TwoWays:
         operands: the operands of both, as `EndOperands`.
         checked: plans of the other way whose results are verified.
         tolerance: the type and the number of layers for `disagreement`.
+        added_us: microseconds that the other way adds to a step elsewhere; they are added to its measured time.
         rejected: the other way with a reason, if it is rejected.
     """
 
@@ -62,6 +63,7 @@ class TwoWays:
     operands: OperandSets
     checked: Placed
     tolerance: tuple[DType, int]
+    added_us: float = 0.0
     rejected: list[RejectedStrategy] = field(default_factory=list)
 
     def decide(self, *, untuned: bool, **options: float) -> Decided:
@@ -87,7 +89,9 @@ class TwoWays:
     def take_times(self, names: Collection[bool]) -> dict[bool, Timing]:
         """See `Contenders`."""
         plans, least = {name: self.plans[name] for name in names}, floor_us([self.problem], self.bench.device)
-        return self.operands.take_times(plans, _BUDGET_S, _ROUNDS, in_a_loop=True, least_us=least)
+        found = self.operands.take_times(plans, _BUDGET_S, _ROUNDS, in_a_loop=True, least_us=least)
+        added = {name: self.added_us if name else 0.0 for name in found}
+        return {name: replace(each, median_us=each.median_us + added[name]) for name, each in found.items()}
 
     def reject_wrong(self, names: Collection[bool]) -> list[bool]:
         """Compares the results of the other way with those of the layers' plans; see `Contenders`."""

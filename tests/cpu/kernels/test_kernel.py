@@ -60,7 +60,8 @@ def test_a_kernel_waits_before_it_reads_what_a_predecessor_writes(entry: str) ->
     """By programmatic dependent launch, every kernel may begin before the previous kernel has ended."""
     before, wait, _ = BODIES[entry].partition("\n  wait_for_predecessor();\n")
     assert wait, "all threads must make the call"
-    code = re.sub(r"//.*", "", COPY_X.sub("", before))
+    # A kernel for which the architecture lacks instructions has no code: the compiler ends all its threads.
+    code = re.sub(r"//.*|if \(kIsMissing\) return;", "", COPY_X.sub("", before))
     assert not re.search(r"\breturn\b", code), "all threads must come to the call"
     assert set(re.findall(r"(\w+)\(", code)) <= COMPUTING
     assert set(re.findall(r"\*p\.|\bp\.[\w.]+(?:\[|->)", code)) <= CONSTANT
