@@ -134,7 +134,7 @@ __device__ constexpr int first_tile(int warp, int most) {
   for (int i = 0; i < warp; ++i) tile = end_of_run(tile, most);
   return tile;
 }
-// The smallest number of sums for which the runs of all sum warps have all tiles.
+// The smallest number of sums for each run with which the runs of all sum warps together contain all tiles.
 __device__ constexpr int smallest_run() {
   int most = 12;
   while (first_tile(SUM_WARPS, most) < kRunTiles) most += 4;

@@ -46,20 +46,22 @@ _MOST_REGISTERS: Final = 255
 # Registers that a thread in a sum warp of mlp_bwd needs besides its sums: a number, and some for each layer.
 _OTHER_REGISTERS: Final = 30
 _LAYER_REGISTERS: Final = 2
-# Registers that its thread leaves unused, by the number of sum warps: for other GPUs than Hopper, ptxas takes more.
+# Registers that a thread in a sum warp must leave unused, by the number of sum warps: for other GPUs than Hopper, ptxas
+# takes more registers.
 _SPARE_REGISTERS: Final = {4: 4, 8: 16}
 # If hidden layers are wider than `_WIDE`, each thread of a row warp needs `_WIDE_ROW_REGISTERS` registers, unless the
 # launch moves registers between warps (setmaxnreg).
 _WIDE: Final = 96
 _WIDE_ROW_REGISTERS: Final = 184
-# Registers that a row warp's thread needs at least if warps move registers; and those of GELU, whose tanh form needs
-# them if there are more hidden layers than two.
+# If warps move registers, a thread in a row warp needs at least `_ROW_REGISTERS` registers. It needs `_GELU_REGISTERS`
+# for the exact GELU and, with more than two hidden layers, for the tanh form of GELU.
 _ROW_REGISTERS: Final = 136
 _GELU_REGISTERS: Final = 152
-_FEW_LAYERS: Final = 4  # sizes of the inputs, of two hidden layers and of the outputs
+_FEW_LAYERS: Final = 4  # the length of `dims` with two hidden layers: inputs, two hidden layers, outputs
 # Threads have registers in units of eight.
 _UNIT: Final = 8
-# The compute capability of GPUs whose warps can move registers, four warps together; and the most that a thread has.
+# On GPUs of the compute capability `_MOVING`, groups of `_GROUP` warps can give registers to each other. A thread then
+# has at most `_MOST_MOVED` registers.
 _MOVING: Final = 90
 _GROUP: Final = 4
 _MOST_MOVED: Final = 232

@@ -1,6 +1,6 @@
 """Measures whether layers are faster in FP8: forward, backward and their casts, against the layers in their own type.
 
-The cast of a weight that an optimizer's update writes in FP8 is left out, but the time to write it is not.
+If an optimizer's update writes a weight in FP8, the weight's cast does not count, but the time to write it does.
 """
 
 from __future__ import annotations
