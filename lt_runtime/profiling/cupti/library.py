@@ -34,7 +34,7 @@ _ARGUMENTS: Final = {f"cupti{name}": types for names, types in _SIGNATURES.items
 _MAX_LIMIT_REACHED: Final = 12
 _REMEDIES: Final = {
     35: ["the driver lets only administrators profile: see NVIDIA's page on ERR_NVGPUCTRPERM"],
-    39: ["another profiler is attached to this process"],
+    39: ["another profiler is attached to this process; PyTorch's stays attached after it has been used once"],
 }
 _SYSTEM_THREAD_IDS: Final = 1
 _FORCED: Final = 1
