@@ -21,8 +21,8 @@ def test_two_gpus_take_what_was_measured_for_sums(count: int, size: float, measu
 
 
 def test_two_gpus_take_what_was_measured_for_steps() -> None:
-    assert step_us((768, 3072, 768, 3072, 768), 859, 2, NETWORKS[0]) == pytest.approx(975, rel=0.04)
-    assert step_us((4096, 14336, 4096), 4077, 2, NETWORKS[0]) == pytest.approx(4622, rel=0.02)
+    assert step_us((768, 3072, 768, 3072, 768), 887, 2, NETWORKS[0]) == pytest.approx(991, rel=0.06)
+    assert step_us((4096, 14336, 4096), 4083, 2, NETWORKS[0]) == pytest.approx(4519, rel=0.02)
 
 
 def test_predictions_grow_with_the_number_of_gpus() -> None:

@@ -173,8 +173,10 @@ def test_gradients_are_summed_in_the_order_in_which_they_are_completed(
 @pytest.mark.parametrize(
     ("sizes", "expected"),
     [
-        ([16, 16], [32]),
-        ([31.75, 32], [63.75]),
+        ([7.75, 8], [15.75]),
+        ([16, 16], [16, 16]),
+        ([4.5, 4.5, 4.5, 4.5], [9, 9]),
+        ([31.75, 32], [31.75, 32]),
         ([117, 0.25, 117, 0.25], [117.25, 117.25]),  # a large weight and the bias that is complete with it
         ([10, *[3] * 30], [28, 36, 36]),
     ],
@@ -197,7 +199,9 @@ def test_a_bucket_runs_beside_the_backward_pass_that_goes_on(
     works = [index for index, is_sum in enumerate(kinds) if not is_sum]
     for index in sums[:2]:  # the first layer's backward runs beside the sums of the other two layers' gradients
         beside = [each for each in works if each > index and not captured.nodes[each].before >> index & 1]
-        assert beside  # some work of the backward pass does not wait for this sum
+        # Some work of the backward pass does not wait for this sum, but for a memset that lets the sum start first.
+        assert captured.nodes[beside[0]].kind.name == "CU_GRAPH_NODE_TYPE_MEMSET"
+        assert all(captured.nodes[each].before >> beside[0] & 1 for each in beside[1:])
     last = captured.nodes[captured.joined]
     assert all(last.before >> index & 1 for index in sums)  # work after the pass waits for all sums
 
