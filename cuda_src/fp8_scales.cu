@@ -1,5 +1,5 @@
-// Computes the scales of all FP8 tensors for the next step from the largest absolute values of the last steps (delayed
-// scaling), one thread for each tensor. lt_runtime/reference/fp8.py computes the same bits.
+// Computes the scales of FP8 tensors for the next step from the largest absolute values of the last steps (delayed
+// scaling): a block for each layer, a thread for each of its tensors. lt_runtime/reference/fp8.py computes the same bits.
 
 #include "instructions.cuh"
 
@@ -16,9 +16,16 @@ struct alignas(16) Fp8Slot {
   float reserved[3];
 };
 
-struct Fp8ScalesParams {
+// The state of a layer's tensors.
+struct Fp8Layer {
   Fp8Slot* slots;
-  float* history;         // (tensors, length) largest absolute values of the last steps, the latest first
+  float* history;  // (tensors, length) largest absolute values of the last steps, the latest first
+};
+
+constexpr int kMostLayers = 32;
+
+struct Fp8ScalesParams {
+  Fp8Layer layers[kMostLayers];
   const uint32* skipped;  // if this is not zero, scales and history stay as they are; may be null
   uint32 tensors;
   uint32 length;
@@ -56,20 +63,21 @@ __device__ inline float push(float* history, uint32 length, float value) {
 
 }  // namespace lt
 
-extern "C" __global__ void __launch_bounds__(256) fp8_scales(const lt::Fp8ScalesParams p) {
+extern "C" __global__ void __launch_bounds__(32) fp8_scales(const lt::Fp8ScalesParams p) {
   using namespace lt;
   wait_for_predecessor();
-  const uint32 tensor = blockIdx.x * blockDim.x + threadIdx.x;
+  const uint32 tensor = threadIdx.x;
   if (tensor >= p.tensors) return;
-  Fp8Slot slot = p.slots[tensor];
+  const Fp8Layer layer = p.layers[blockIdx.x];
+  Fp8Slot slot = layer.slots[tensor];
   const float amax = slot.amax;
   slot.amax = 0.0f;
   if (!(amax * slot.scale <= slot.largest)) slot.overflows += 1.0f;
   if (is_finite(amax) && !(p.skipped && *p.skipped)) {
-    const float peak = push(p.history + static_cast<int64>(tensor) * p.length, p.length, amax);
+    const float peak = push(layer.history + static_cast<int64>(tensor) * p.length, p.length, amax);
     if (peak > 0.0f) slot.scale = largest_scale(slot.largest, peak * p.headroom);
   }
   if (slot.scale == 0.0f) slot.scale = 1.0f;  // the tensor has no finite element but 0
   slot.inverse = 1.0f / slot.scale;
-  p.slots[tensor] = slot;
+  layer.slots[tensor] = slot;
 }

@@ -12,7 +12,7 @@ from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, Struct, declared, define
 from lt_runtime.kernels.losses import LOSSES, ElementwiseLoss, LossSums
-from lt_runtime.kernels.tiling import OCTET, THREADS, VECTOR_BYTES, Tiling, moves_vectors, square_tiles
+from lt_runtime.kernels.tiling import OCTET, VECTOR_BYTES, WARP, Tiling, moves_vectors, square_tiles
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import Activation, Derivative, DType, Saved, Spec
 
@@ -20,6 +20,8 @@ CAST_FP8: Final = Entry("cast_fp8", "cast_fp8.cu")
 LOSS_FP8: Final = Entry("loss_fp8", "loss_fp8.cu")
 FP8_SCALES: Final = Entry("fp8_scales", "fp8_scales.cu")
 _IDENTITY: Final = Activation()
+MOST_LAYERS: Final = 32
+"""The largest number of layers whose scales one `ScalesPass` computes; `kMostLayers` in fp8_scales.cu."""
 _LEAST_SCALE: Final = 1 << 23  # Bits of 2^-126, the least 1 / scale; a row of zeros has it.
 
 
@@ -357,24 +359,27 @@ class ScalesPass:
     """Computes the scales of FP8 tensors for the next step; see `update_fp8_scales` in lt_runtime/reference/fp8.py.
 
     Args:
-        tensors: number of the tensors.
+        tensors: number of the tensors of each layer, at most 32.
         length: steps of the history.
         headroom: factor by which later absolute maxima may exceed those of the history without an overflow.
+        layers: number of the layers, at most `MOST_LAYERS`.
     """
 
     scratch_bytes = 0
 
-    def __init__(self, tensors: int, length: int, headroom: float, device: int) -> None:
+    def __init__(self, tensors: int, length: int, headroom: float, layers: int, device: int) -> None:
         params = FP8_SCALES.params(tensors=tensors, length=length, headroom=headroom)
-        self._launches = Launches(FP8_SCALES, (), device, Tiling((-(-tensors // THREADS), 1), (THREADS, 1)), params)
+        self._launches = Launches(FP8_SCALES, (), device, Tiling((layers, 1), (WARP, 1)), params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: holds the addresses of slots and history, FP32 arrays (tensors, 8) and (tensors, length), and of a
-                uint32 that is not zero if the step is skipped; 0 if none ever is.
+            call: holds the addresses of slots and history of each layer, FP32 arrays (tensors, 8) and (tensors,
+                length), and then of a uint32 that is not zero if the step is skipped; 0 if none ever is.
         """
         params, launch = self._launches[memory.stream]
-        params.slots, params.history, params.skipped = call.addresses
+        *arrays, params.skipped = call.addresses
+        for i, (slots, history) in enumerate(zip(arrays[::2], arrays[1::2], strict=True)):
+            params.layers[i].slots, params.layers[i].history = slots, history
         launch()

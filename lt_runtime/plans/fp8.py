@@ -85,7 +85,7 @@ class Cast:
         else:
             self._cast = CastGradientPass(dtype, to, derivative, source, *results, device, accumulate=accumulate)
             self.partial_bytes = self._cast.partial_bytes
-        self._scales = ScalesPass(1, recipe.steps, recipe.margin, device) if precision.calibrates else None
+        self._scales = ScalesPass(1, recipe.steps, recipe.margin, 1, device) if precision.calibrates else None
         self._slot, self._past = SLOT * row, _WORD * recipe.steps * row
         self._by_rows, self._collects = recipe.by_rows, recipe.recipe == "delayed"
 

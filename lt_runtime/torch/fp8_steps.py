@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lt_runtime.arrays.operand import HOST, TORCH, device_of
 from lt_runtime.kernels.optimizer import Fp8Copy
+from lt_runtime.ops.fp8 import state
 from lt_runtime.ops.fp8.state import FP8State
 from lt_runtime.torch.tensors import Tensor, placed
 from lt_runtime.torch.updates import is_capturing, local
@@ -176,14 +177,17 @@ def update_scales(optimizer: Any) -> None:
     If `GradScaler` sets the optimizer's flag `found_inf`, the scales stay as they are.
     """
     found: Any = getattr(optimizer, "found_inf", None)
-    for layer in [each for each in _layers_of(optimizer) if each.scales.slots is not None]:
-        ordinal = device_of("scales", layer.scales.slots)
+    states = dict[int, list[FP8State]]()
+    for layer in _layers_of(optimizer):
+        if layer.scales.slots is not None:
+            states.setdefault(device_of("scales", layer.scales.slots), []).append(layer.scales)
+    for ordinal, placed_here in states.items():
         on_gpu = ordinal != HOST
         # The flag is read as an integer: the bits of 0.0 are 0, those of 1.0 are not.
         flags = None if found is None else found.to(ordinal if on_gpu else "cpu").view(torch.uint32)
         with torch.cuda.device(ordinal):  # HOST, -1, changes nothing
             stream = torch.cuda.current_stream() if on_gpu else None
-            layer.scales.update(skipped=placed([flags])[0], stream=stream)
+            state.update_scales(placed_here, skipped=placed([flags])[0], stream=stream)
 
 
 def _after_step(optimizer: Any, *_: Any) -> None:

@@ -350,9 +350,10 @@ class StepBody:
 
     def _set_scales(self, stream: Any) -> None:
         """Sets the scales of layers in FP8 for the next step; the optimizer must know whether this step is skipped."""
-        for each in self.scales:
-            if each.fallback is None:
-                each.update(skipped=self._skipped, stream=stream)
+        if in_fp8 := [each for each in self.scales if each.fallback is None]:
+            from lt_runtime.ops.fp8.state import update_scales  # imported late, because few models are in FP8
+
+            update_scales(in_fp8, skipped=self._skipped, stream=stream)
 
     def expect_fp8_weights(self, *, graph: bool) -> None:
         """Tells layers in FP8 whether the step's update will write their weights, as it does in a graph."""

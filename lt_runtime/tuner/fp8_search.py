@@ -63,9 +63,9 @@ def fp8_plans(problem: Fp8ChainProblem, device: int) -> list[tuple[int, Plan]]:
         of_forward = replace(precision, has_w8=is_written, needs_dx=needs_dx)
         forwards.append((i, Fp8ForwardPlan(Fp8Problem(forward, of_forward, of_layer), device)))
         backwards.append((i, Fp8BackwardPlan(Fp8Problem(backward, precision), device)))
-        if problem.recipe.recipe == "delayed":
-            scales = ScalesPass(3, problem.recipe.history, problem.recipe.headroom, device)
-            updates.append((i, PassPlan(scales, device)))
+    if problem.recipe.recipe == "delayed":
+        scales = ScalesPass(3, problem.recipe.history, problem.recipe.headroom, len(problem.activations), device)
+        updates.append((0, PassPlan(scales, device)))
     return [*forwards, *reversed(backwards), *updates]
 
 
@@ -102,8 +102,8 @@ class _Fp8Operands(EndOperands):
         """See `ChainOperands`."""
         addresses = {name: each.address for name, each in self._added[layer].items()}
         state, kept = ("slots", "history"), ("x8", "w8")
-        if isinstance(plan, PassPlan):  # the update of the scales; address 0 means that no step is skipped
-            return Call((addresses["slots"], addresses["history"], 0), stream)
+        if isinstance(plan, PassPlan):  # the update of all scales; address 0 means that no step is skipped
+            return Call((*[each[name].address for each in self._added for name in state], 0), stream)
         if not isinstance(plan, Fp8ForwardPlan | Fp8BackwardPlan):
             return super().call(layer, plan, stream)
         tensors = tensors_of(layer, plan.problem).items()

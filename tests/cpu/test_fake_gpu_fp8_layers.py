@@ -16,6 +16,7 @@ import lt_runtime.ops.fp8.gradients as lt_gated
 import lt_runtime.ops.fp8.linear as lt_operations
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.ops.fp8.state import arrays_of
+from lt_runtime.reference.fp8 import AMAX, update_fp8_scales
 from tests.support.fake_gpu import FakeGpu
 from tests.support.fp8_layers import BF16, CASES, FP16, Fp8Case, Fp8Layer, GatedLayers, K, M, N, decibels
 from tests.support.over_fake_gpu import own
@@ -367,3 +368,24 @@ def test_gradients_of_a_gate_are_cast_for_two_layers(request: pytest.FixtureRequ
         found, expected = layers.step(step)
         assert (found is None) == (step == 0)  # the first step finds the scales
         assert found in (None, expected)
+
+
+def test_one_kernel_sets_the_scales_of_many_layers(gpu: FakeGpu) -> None:
+    update_scales = own("ops.fp8.state").update_scales
+    maxima = np.random.default_rng(0).uniform(0, 100, (34, 3)).astype(np.float32)
+    recipes = [gpu.lt.FP8(history=2)] * 33 + [gpu.lt.FP8(history=4)]
+    states = [gpu.lt.FP8State(each) for each in recipes]
+    expected = []
+    for state, found in zip(states, maxima, strict=True):
+        own("ops.fp8.state").arrays_of(state, gpu.cp.zeros((1, 1), np.float32))
+        expected += [gpu.cp.asnumpy(array).copy() for array in (state.slots, state.history)]
+        expected[-2][:, AMAX] = found
+        state.slots[...] = gpu.cp.asarray(expected[-2])
+        update_fp8_scales(expected[-2], expected[-1], state.recipe.headroom)
+    gpu.synchronize_all()
+    gpu.kernels.launched.clear()
+    update_scales(states)
+    gpu.synchronize_all()
+    assert gpu.kernels.launched == ["fp8_scales"] * 3  # 32 layers and one more of one recipe, and one of another
+    for array, wanted in zip((each for s in states for each in (s.slots, s.history)), expected, strict=True):
+        np.testing.assert_array_equal(gpu.cp.asnumpy(array), wanted)

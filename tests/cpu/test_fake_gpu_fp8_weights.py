@@ -148,8 +148,10 @@ def test_a_step_casts_no_weight(gpu: FakeGpu) -> None:
     step(x, labels)
     names = gpu.kernels.launched
     captured = names[len(names) - names[::-1].index("copy_rows") : len(names) - names[::-1].index("optimizer")]
-    # Two layers cast x and dy; one kernel updates the weights with FP8 copies, another one all other parameters.
-    assert [captured.count(name) for name in ("cast_fp8", "optimizer_fp8", "optimizer")] == [4, 1, 1]
+    # Two layers cast x and dy, and one kernel sets the scales of both; one kernel updates the weights with FP8 copies,
+    # another one all other parameters.
+    kernels = "cast_fp8", "fp8_scales", "optimizer_fp8", "optimizer"
+    assert [captured.count(name) for name in kernels] == [4, 1, 1, 1]
     assert captured.index("fp8_scales") < captured.index("optimizer_fp8") < captured.index("optimizer")
     names.clear()
     step(x, labels)

@@ -17,8 +17,8 @@ FAULTS: Final[Table] = {
             "tests/cpu/test_fake_gpu_settings.py::test_a_rehearsal_for_a_second_batch_size_updates_nothing",
         ),
         "a step in which a layer is not in FP8 forgets its magnitudes": (
-            "if each.fallback is None:",
-            "if True:",
+            " if each.fallback is None]:",
+            "]:",
             f"{_CHANGES}[_train_small_batches]",
         ),
     },
@@ -50,8 +50,8 @@ FAULTS: Final[Table] = {
     },
     "lt_runtime/ops/fp8/state.py": {
         "a caller's update of scales loses the magnitude of w": (
-            "            writes.latest = None\n            arrays",
-            "            arrays",
+            "            writes.latest = None\n    for",
+            "    for",
             f"{_CHANGES}[_update_scales]",
         ),
         "the first call of a layer in FP8 ends a capture": (

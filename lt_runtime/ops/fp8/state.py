@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +16,7 @@ from lt_runtime.arrays.transfer import array_of, fetch, host_access, host_values
 from lt_runtime.errors import ArgumentError, CaptureError, OperandError, ShapeError
 from lt_runtime.fp8 import FP8
 from lt_runtime.gpu.streams import is_captured
-from lt_runtime.kernels.fp8 import ScalesPass
+from lt_runtime.kernels.fp8 import MOST_LAYERS, ScalesPass
 from lt_runtime.ops.call import PassOperation, Request, perform
 from lt_runtime.reference.fp8 import LARGEST_NUMBER, OVERFLOWS, SCALE, fp8_slots, update_fp8_scales
 
@@ -81,11 +82,7 @@ class FP8State:
             skipped: one uint32 on the device; unless it is 0, scales and history stay.
             stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream.
         """
-        if self.slots is not None and self.recipe.recipe == "delayed":
-            self.changes += 1
-            writes.latest = None
-            arrays = self.slots, self.history, skipped
-            perform(_UPDATE, arrays, (*self.history.shape, self.recipe.headroom), None, stream)
+        update_scales([self], skipped=skipped, stream=stream)
 
     @property
     def scales(self) -> dict[str, float]:
@@ -190,27 +187,50 @@ def must_calibrate(state: FP8State, *rows: int) -> bool:
     return not (is_found or state.recipe.by_rows)
 
 
-class _Update(PassOperation):
-    """The scales of a layer's tensors for the next step; a call's options are those of `ScalesPass`."""
+def update_scales(states: Iterable[FP8State], *, skipped: Any = None, stream: Any = None) -> None:
+    """Calls `FP8State.update` for several layers; on a GPU one kernel serves up to `MOST_LAYERS` of the same recipe."""
+    alike = dict[FP8, list[FP8State]]()
+    for state in states:
+        if state.slots is not None and state.recipe.recipe == "delayed":
+            alike.setdefault(state.recipe, []).append(state)
+            state.changes += 1
+            writes.latest = None
+    for recipe, same in alike.items():
+        for start in range(0, len(same), MOST_LAYERS):
+            part = same[start : start + MOST_LAYERS]
+            arrays = [array for each in part for array in (each.slots, each.history)]
+            options = *part[0].history.shape, recipe.headroom, len(part)
+            perform(_update_of(len(part)), (*arrays, skipped), options, None, stream)
 
-    names = ("slots", "history", "skipped")
-    required = 2
+
+class _Update(PassOperation):
+    """The scales of layers' tensors for the next step; a call's options are those of `ScalesPass`."""
 
     make_pass = ScalesPass
 
     def read(self, operands: Sequence[Any], options: Any, scalars: None) -> Request:
         """See `Operation`."""
-        _, _, skipped = operands
+        skipped = operands[-1]
         if skipped is not None:
             check_type(skipped, "uint32")
             if skipped.shape not in ((), (1,)):
                 raise ShapeError(f"skipped has shape {skipped.shape}; accepted are () and (1,)")
-        return Request(options, (0, 1), {})
+        return Request(options, tuple(range(self.required)), {})
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: None) -> None:
         """See `Operation`."""
-        slots, history, skipped = arrays
-        update_fp8_scales(slots, history, request.problem[2], skip=skipped is not None and bool(skipped.item()))
+        *pairs, skipped = arrays
+        skip = skipped is not None and bool(skipped.item())
+        for slots, history in zip(pairs[::2], pairs[1::2], strict=True):
+            update_fp8_scales(slots, history, request.problem[2], skip=skip)
 
 
-_UPDATE: Final = _Update()
+@functools.cache
+def _update_of(layers: int) -> _Update:
+    """The update of a number of layers."""
+
+    class Update(_Update):
+        names = (*("slots", "history") * layers, "skipped")
+        required = 2 * layers
+
+    return Update()
