@@ -32,6 +32,7 @@ _FEWER: Final = ("ours", "contenders", "no_compile")
 """Options that leave contenders out; a row tells which of them it was measured with."""
 WHOLE: Final = "whole"
 """The entry of a row's `seconds` for all that measuring the row took."""
+_WRITTEN_ANEW: Final = ("machine", "commit", "when", "summary", "rows")
 _PARTS: Final = 4  # The table of seconds names this many parts of a row, the longest ones.
 
 Rows = dict[str, dict[str, Any]]
@@ -163,7 +164,8 @@ def save(suite: Suite, rows: Rows, file: Path | None, digest: str, *, resume: bo
     """Writes rows in the order of the suite, and figures over the rows of the digest; without rows or a file, nothing.
 
     Args:
-        resume: whether other rows of the file stay, also rows that another process has written since.
+        resume: whether other rows of the file stay, also rows that another process has written since. Facts of the file
+            that cannot be computed from the rows stay too.
         origin: machine, commit and date for the file; by default those of this process.
     """
     if file is None or not rows:
@@ -174,7 +176,9 @@ def save(suite: Suite, rows: Rows, file: Path | None, digest: str, *, resume: bo
         ordered = sorted(every, key=lambda row: places.get(row["case"], len(places)))
         found = suite.findings(of_digest(ordered, digest))
         summary = {"summary": [each.as_json() for each in found]} if found else {}
-        report.write(file, ordered, origin, **suite.facts(ordered), **summary)
+        content = json.loads(file.read_text()) if resume and file.exists() else {}
+        earlier = {name: each for name, each in content.items() if name not in _WRITTEN_ANEW}
+        report.write(file, ordered, origin, **{**earlier, **suite.facts(ordered), **summary})
 
 
 @contextlib.contextmanager

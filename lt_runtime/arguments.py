@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, SupportsIndex, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -155,7 +155,25 @@ def check_instance(name: str, value: object, kind: type | tuple[type, ...], acce
         raise KindError(f"{name} is {shown(value)}; it must be {accepted}")
 
 
-class Fixed:
+class Uncopied:
+    """Base class that refuses copies and pickles of an object that holds graphs or launches on a GPU, or threads.
+
+    Without it, `copy` and `pickle` would name the first part that they cannot copy, such as a ctypes array or a lock.
+    """
+
+    __slots__ = ()
+    _is_uncopied = True
+    """Whether the object is refused; subclasses may set it, such as to False for an object without a GPU."""
+    _instead: ClassVar[str] = "save its values with lt.save, and make another one to load them into"
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        if not self._is_uncopied:
+            return super().__reduce_ex__(protocol)
+        why = "it holds graphs, launches or threads of this process"
+        raise KindError(f"{shown(self)} can be neither copied nor pickled, because {why}; {self._instead}")
+
+
+class Fixed(Uncopied):
     """Base class that refuses to set public attributes once `__init__` has set `_is_made`.
 
     In an ordinary class, setting a misspelt attribute, or an option that only `__init__` reads, would silently do
@@ -165,6 +183,7 @@ class Fixed:
     _changeable: ClassVar[tuple[str, ...]] = ()
     """Names of the public attributes that a subclass allows to be set at any time."""
     _is_made = False
+    _is_uncopied = False
 
     # `__setattr__` is hidden from type checkers: they would otherwise accept assignments to any attribute.
     if not TYPE_CHECKING:

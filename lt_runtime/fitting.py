@@ -62,9 +62,12 @@ def fit(
     """Trains a step's model over epochs, and keeps the weights of the epoch with the lowest validation loss.
 
     With `valid`, the best weights so far are kept in the device's memory, and the model has them when the call returns.
-    Without it, every epoch counts as the best. The optimizer's state and an EMA stay those of the last step. Ctrl-C
-    ends training early: the call returns as usual, with the epochs that were completed. In a group of several processes
-    Ctrl-C ends all of them.
+    If the optimizer has made steps before, as after `lt.load_checkpoint`, the weights at the start are validated too,
+    and an epoch is the best only if its loss is lower than theirs. An iterator as `valid` gives its batches only once,
+    so that the first epoch then counts as the best. Without `valid`, every epoch counts as the best.
+
+    The optimizer's state and an EMA stay those of the last step. Ctrl-C ends training early: the call returns as usual,
+    with the epochs that were completed. In a group of several processes Ctrl-C ends all of them.
 
     Args:
         step: the training step; its sums for `metrics` start anew.
@@ -110,6 +113,10 @@ def fit(
     # In a larger group the processes would stop at different steps, and wait for each other.
     stops = () if step.group is not None and step.group.size > 1 else (KeyboardInterrupt,)
     with progress_bar(shown=flag("progress", progress)) as tell, contextlib.suppress(*stops):
+        if valid is not None and not isinstance(valid, Iterator) and step.optimizer.steps.item():
+            at_start = step.evaluate(_placed("valid", valid, 1, device))
+            if at_start.loss < lowest:  # not if it is NaN
+                best, lowest = _copies(step.model), at_start.loss
         for epoch in range(1, epochs + 1):
             start, text = time.monotonic(), f"loss {history[-1].loss:.4g}" if history else ""
             for i, batch in enumerate(_placed("batches", batches, epoch, device), 1):

@@ -109,8 +109,8 @@ class Group(Fixed):
         """Adds up each array over all processes, in place.
 
         Args:
-            first, others: NumPy arrays, or arrays on one GPU, without gaps between their elements; their shapes and
-                types are the same in all processes.
+            first, others: NumPy arrays, or arrays on one GPU, row-major (in C order) without gaps, of a floating-point
+                type or 32- or 64-bit integers; their shapes and types are the same in all processes.
             stream: handle of the stream for arrays on a GPU.
 
         Raises:

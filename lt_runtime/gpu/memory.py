@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final, Self, TypeAlias
 
 from lt_runtime import ranges
+from lt_runtime.arguments import Uncopied
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import activated, device_info
 from lt_runtime.gpu.driver import call, check, function, is_capturing
@@ -228,7 +229,7 @@ the thread may be capturing, and freeing would invalidate the capture.
 """
 
 
-class BoundPlan:
+class BoundPlan(Uncopied):
     """A callable that launches an operation on its stream, on its buffers, without any checks. The buffers must exist.
 
     Launching the whole graph costs the host no more than cuBLASLt's launch alone. In the graph the weight gradient runs
@@ -252,6 +253,7 @@ class BoundPlan:
     """
 
     __slots__ = ("__weakref__", "_executable", "_graph", "_launch", "_lock", "_memory", "_put", "_stream", "prepared")
+    _instead = "call lt.bind again"
 
     def __init__(self, put: OnMemory, device: int, stream: int, reserve: OnMemory) -> None:
         if is_captured(stream):

@@ -8,7 +8,7 @@ from lt_runtime.epilogue import Epilogue
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.epilogue import ACTIVATION_NAMES
 from lt_runtime.kernels.kernel import Entry, Launches, Matrix, Struct, define
-from lt_runtime.kernels.tiling import Tiling, grid_for
+from lt_runtime.kernels.tiling import MAX_GRID_Z, Tiling, grid_for
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.problem import DType, MatmulProblem, Spec
 
@@ -61,9 +61,12 @@ class MatmulPass:
         grid, block = grid_for(packed(params.rows, params.cols))
         if epilogue.has_bias_gradient:
             grid = (grid[0], 1)  # one block reads all rows of the columns that it sums up
-        self._is_empty = 0 in grid or problem.batch == 0
-        tiling = Tiling(grid, block)
-        self._launches = Launches(entry, macros, device, tiling, params, batch=problem.batch)
+        self._itemsizes = product_dtype.itemsize, problem.d_dtype.itemsize
+        # A launch has one matrix for each block in z, so that a large batch needs several launches.
+        firsts = range(0, 0 if 0 in grid else problem.batch, MAX_GRID_Z)
+        sizes, tiling = [min(MAX_GRID_Z, problem.batch - first) for first in firsts], Tiling(grid, block)
+        parts = [Launches(entry, macros, device, tiling, params, batch=size) for size in sizes]
+        self._parts = list(zip(firsts, parts, strict=True))
 
     def launch(self, call: Call, product: int, stream: int) -> None:
         """Launches the pass on `stream`, after the plain product. The caller holds the lock of the stream's memory.
@@ -72,11 +75,27 @@ class MatmulPass:
             call: the call of the whole problem; its attribute `stream` is not read.
             product: address of the product: D's address, unless the pass was made for a product in separate memory.
         """
-        if self._is_empty:
+        for first, launches in self._parts:
+            params, launch = launches[stream]
+            self._write(params, call, product)
+            if first:
+                self._move_to(params, first)
+            launch()
+
+    def _move_to(self, params: Any, first: int) -> None:
+        """Moves the addresses in `params` from the first matrix of the batch to the matrix of index `first`."""
+        epilogue, (product_size, size) = self._problem.epilogue, self._itemsizes
+        if epilogue.sums_operand:
+            params.operand.data += first * params.batch_stride * self._problem.dtype.itemsize
+            params.sum += first * params.cols * size
             return
-        params, launch = self._launches[stream]
-        self._write(params, call, product)
-        launch()
+        moved = [(params.product, params.product_batch_stride * product_size), (params.d, params.d_batch_stride * size)]
+        moved += [(params.addend.c, params.addend.batch_stride * size), (params.aux, params.aux_batch_stride * size)]
+        for matrix, step in (*moved, (params.mask, params.mask.batch_stride)):
+            if matrix.data:
+                matrix.data += first * step
+        if epilogue.has_bias_gradient:
+            params.bias_gradient += first * params.cols * size
 
     def _write_operand_sum(self, params: Any, call: Call, product: int) -> None:
         a, b, _, params.sum, _, _ = call.addresses

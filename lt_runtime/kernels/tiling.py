@@ -21,6 +21,7 @@ OCTET: Final = 8
 VECTOR_BYTES: Final = 16
 """Bytes of the widest access to memory."""
 MAX_GRID_Y: Final = 65535
+MAX_GRID_Z: Final = 65535
 
 # Limits of a matrix for Access.FLAT, which reads all rows as one long row, so that an octet may reach into the next
 # row: the fewest rows and columns, and the most columns. Within these limits a block has 8 to 64 rows of threads, and

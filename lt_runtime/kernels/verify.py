@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 from lt_runtime.kernels.kernel import Entry, Launches, Struct, declared, struct
-from lt_runtime.kernels.tiling import THREADS, Tiling
+from lt_runtime.kernels.tiling import MAX_GRID_Z, THREADS, Tiling
 from lt_runtime.problem import DType
 
 EXPECT_TILE: Final = 64
@@ -18,6 +18,9 @@ TYPES: Final = {name: number for number, name in enumerate((*_INTEGERS, *_FLOATS
 """Maps the name of a type to its value in the C++ enum `lt::ElementType`."""
 ACTIVATIONS: Final = {"none": 0, "relu": 1, "gelu": 2}
 """Numbers of the activations that `expect` computes."""
+_ITEM_BITS: Final = (1, 8, 16, 32, 64, 8, 8, 16, 16, 32, 64)
+"""Bits of an element, by the type's value in `TYPES`."""
+_BYTE: Final = 8  # bits
 _MOST_BLOCKS: Final = 512
 
 
@@ -49,10 +52,30 @@ def compare_blocks(size: int) -> int:
 
 
 def launch_expect(params: Struct, batch: int, device: int, stream: int) -> None:
-    """Launches `expect`, which computes the expected results of a product, on a stream of the current device."""
+    """Launches `expect`, which computes the expected results of a product, on a stream of the current device.
+
+    A launch has one matrix for each block in z, so that a large batch needs several launches.
+    """
+    params = type(params).from_buffer_copy(params)  # the addresses change from launch to launch
     grid = -(-params.rows // EXPECT_TILE), -(-params.cols // EXPECT_TILE)
-    _, launch = Launches(EXPECT, (), device, Tiling(grid, (THREADS, 1)), params, batch)[stream]
-    launch()
+    for first in range(0, batch, MAX_GRID_Z):
+        if first:
+            _move_on(params, MAX_GRID_Z)
+        size = min(MAX_GRID_Z, batch - first)
+        _, launch = Launches(EXPECT, (), device, Tiling(grid, (THREADS, 1)), params, size)[stream]
+        launch()
+
+
+def _move_on(params: Any, count: int) -> None:
+    """Moves the addresses of a batch's operands and results on by `count` matrices."""
+    for each in (params.a, params.b, params.c, params.bias, params.aux):
+        if each.data:
+            each.data += count * each.batch_stride * _ITEM_BITS[each.type] // _BYTE
+    step = _ITEM_BITS[TYPES["float64"]] // _BYTE * count * params.rows * params.cols
+    for results in (params.d, params.kept):
+        if results.values:
+            results.values += step
+            results.limits += step
 
 
 def launch_compare(params: Struct, device: int, stream: int) -> None:

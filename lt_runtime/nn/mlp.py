@@ -164,7 +164,7 @@ class MLP(Block, surrounded=False):
                 that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
         """
         try:
-            if self.narrow.take(x, backward=False):
+            if self.narrow.take(x, stream, backward=False):
                 return self.narrow.outputs(x, stream)
             return forward_layers(self.layers, x, Pass(trains=False, stream=stream))
         except OperandError:

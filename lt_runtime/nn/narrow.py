@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from lt_runtime.arrays.operand import library_of
+from lt_runtime.gpu.streams import is_captured, stream_handle
 from lt_runtime.kernels.losses import ElementwiseLoss
 from lt_runtime.kernels.mlp import LossArguments, supports
 from lt_runtime.ops._mlp import MLP_GRADIENTS, MLP_OUTPUTS, filled
@@ -37,7 +39,7 @@ class NarrowPasses:
         self._chosen: dict[tuple[int, bool, bool], tuple[bool, list[str | None]]] = {}
         self._generation: object = None
 
-    def take(self, x: Any, *, backward: bool, loss: bool = False) -> bool:
+    def take(self, x: Any, stream: Any, *, backward: bool, loss: bool = False) -> bool:
         """Whether to use the fused passes for inputs x.
 
         The answer is False for a model that the kernels do not support with any number of rows, for a model with a
@@ -45,6 +47,8 @@ class NarrowPasses:
         layers' states tell why they are not in FP8.
 
         Args:
+            stream: the stream of the passes, or None for the current one of x's library. While it is being captured,
+                nothing is measured, and the answer is not kept, so that a later call may measure.
             backward: whether gradients are computed too; if so, a model with dropout runs layer by layer.
             loss: whether `backward` is to be called with a loss.
         """
@@ -56,21 +60,29 @@ class NarrowPasses:
         if self._generation is not cache.generation:
             self._chosen, self._generation = {}, cache.generation
         key = int(shape[0]), backward, loss
-        if key not in self._chosen or asked_for.get():
-            problem = replace(self._problem, rows=key[0], backward=backward, loss=loss)
-            reasons = self._reasons(problem)
-            may_fuse = supports(problem, self._device) and None not in reasons
-            if may_fuse:
-                before_first_use(problem, self._device)
-            self._chosen[key] = may_fuse and is_fused(problem, self._device), reasons
-        is_chosen, reasons = self._chosen[key]
+        chosen = self._chosen.get(key)
+        if chosen is None or asked_for.get():
+            handle = stream_handle(stream, self._device, library_of(x).current_stream)
+            chosen = self._choose(replace(self._problem, rows=key[0], backward=backward, loss=loss), handle)
+            if not is_captured(handle):
+                self._chosen[key] = chosen
+        is_chosen, reasons = chosen
         if is_chosen and backward:
             for layer, reason in zip(self._layers, reasons, strict=False):  # no reasons if the model has no `precision`
                 if layer.scales is not None:
                     layer.scales.fallback = reason
         return is_chosen
 
-    def _reasons(self, problem: MLPProblem) -> list[str | None]:
+    def _choose(self, problem: MLPProblem, stream: int) -> tuple[bool, list[str | None]]:
+        """Whether to use the passes, and the result of `_reasons`; may measure unless the stream is being captured."""
+        assert self._device is not None
+        reasons = self._reasons(problem, stream)
+        if not supports(problem, self._device) or None in reasons:
+            return False, reasons
+        before_first_use(problem, self._device, lambda: stream)
+        return is_fused(problem, self._device), reasons
+
+    def _reasons(self, problem: MLPProblem, stream: int) -> list[str | None]:
         """Why each layer's products are not computed in FP8; None for a layer in FP8. Empty without `precision`."""
         if self._device is None or self._layers[0].scales is None:
             return []
@@ -81,7 +93,7 @@ class NarrowPasses:
                 if layer.scales is not None:
                     layer.scales.needs_dx = number > 0
         candidates = [each.candidate for each in self._layers]
-        return [*reasons(candidates, problem.rows, problem.dtype.numpy, self._device)]
+        return [*reasons(candidates, problem.rows, problem.dtype.numpy, self._device, lambda: stream)]
 
     def outputs(self, x: Any, stream: Any) -> Any:
         """The outputs for inputs x, without dropout."""

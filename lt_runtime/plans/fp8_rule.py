@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from lt_runtime.fp8 import UNIT, Fp8ChainProblem
-from lt_runtime.gpu.peaks import hardware
+from lt_runtime.gpu.peaks import Hardware, hardware
 from lt_runtime.plans import cache
 from lt_runtime.plans.cache import IN_FP8, known_layer
 from lt_runtime.problem import Compute, DType
@@ -57,7 +57,8 @@ def _slower_in_fp8(problem: Fp8ChainProblem, device: int, generation: object) ->
 def expected_slower_in_fp8(problem: Fp8ChainProblem, device: int) -> str | None:
     """A reason why layers should be slower in FP8; None if they should be faster, or if peak rates are not known.
 
-    Compares the time that FP8 saves in the products with the time that the casts of x, w and dy take.
+    Compares the time that FP8 saves in the products with the time that the casts of x, w and dy take. A weight that an
+    optimizer's update writes in FP8 has no cast; the time to write it counts instead, see `update_us`.
     """
     peaks, dtype = hardware(device), problem.dtype
     own, fp8 = peaks.flops_per_s(dtype, problem.compute), peaks.flops_per_s(DType.FLOAT8_E4M3FN, Compute.FLOAT32)
@@ -74,7 +75,7 @@ def expected_slower_in_fp8(problem: Fp8ChainProblem, device: int) -> str | None:
         launches += _LAUNCHES - is_written + _CALIBRATION * is_current
         dx = True
     saved_us = 1e6 * flops * (1 / (_OWN * own) - 1 / (_FP8 * fp8))
-    casts_us = 1e6 * moved / (_CASTS * peaks.bytes_per_s) + _LAUNCH_US * launches
+    casts_us = 1e6 * moved / (_CASTS * peaks.bytes_per_s) + _LAUNCH_US * launches + update_us(problem, peaks)
     if saved_us > casts_us:
         return None
     words = f"to save {saved_us:.1f} µs of products and to add {casts_us:.1f} of casts"
@@ -87,13 +88,23 @@ def _cast_bytes(problem: Fp8ChainProblem, n: int, k: int, *, casts_w: bool, cast
     With another recipe than "delayed", each cast first reads its tensor once more to find scales.
 
     Args:
-        casts_w: whether a pass of its own casts the weight; otherwise an optimizer's update writes it in FP8 too.
+        casts_w: whether a pass of its own casts the weight.
         casts_dz: whether a pass of its own casts dz. With an activation, a layer in either type needs a pass that
             computes dz from dy; if dz has one scale, this pass also casts dz.
     """
     m, size, reads_twice = problem.rows, problem.dtype.itemsize, problem.recipe.recipe != "delayed"
     cast = m * k + n * k * casts_w + m * n * casts_dz
-    return (size + 2) * cast + 2 * n * k * (not casts_w) + reads_twice * size * (m * k + n * k + m * n)
+    return (size + 2) * cast + reads_twice * size * (m * k + n * k + m * n)
+
+
+def update_us(problem: Fp8ChainProblem, peaks: Hardware) -> float:
+    """Microseconds, at the peak rate of memory, in which an optimizer's update writes weights in FP8.
+
+    It writes a byte for each element of a weight, and another for its transpose. 0.0 if the peak rate is not known.
+    """
+    sizes = zip(problem.written, itertools.pairwise(problem.dims), strict=False)
+    written = sum(2 * inputs * outputs for is_written, (inputs, outputs) in sizes if is_written)
+    return 1e6 * written / peaks.bytes_per_s if peaks.bytes_per_s else 0.0
 
 
 def _sizes(problem: Fp8ChainProblem) -> str:

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from lt_runtime.arguments import flag, integer, shown
+from lt_runtime.arguments import Uncopied, flag, integer, shown
 from lt_runtime.errors import ArgumentError, CaptureError, KindError, LayoutError, LtError, OperandError
 from lt_runtime.gpu.graphs import no_collection
 from lt_runtime.nn.run import Met
@@ -115,7 +115,7 @@ class _Shape:
     schedules: list[Callable[[], Any]] = field(default_factory=list)
 
 
-class CapturedStep:
+class CapturedStep(Uncopied):
     """The step that `capture` returns; call it with batches.
 
     A batch consists of tensors on any device, or None, in tuples, lists and dicts. Tensors in page-locked memory are
@@ -129,7 +129,10 @@ class CapturedStep:
         CaptureError: `step` does what a graph cannot hold; the message names the line.
     """
 
+    _instead = "capture the step again"
+
     def __init__(self, step: Callable[..., Any], device: Any, limits: tuple[int, int], tune: bool | None) -> None:
+        self._is_uncopied = device is not None
         self._step, self._device, self._tune = step, device, tune
         self._keep, self._warm_up = limits
         self._shapes: collections.OrderedDict[Any, _Shape] = collections.OrderedDict()

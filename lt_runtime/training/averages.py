@@ -183,6 +183,7 @@ class EMA(Fixed):
         self.averages: Final = dict(zip((each.name for each in parameters), averages, strict=True))
         if model.device.ordinal is not None:
             self._prepare(model.device.ordinal)
+            self._is_uncopied = True
         self._average(1.0, None)
         model.device.synchronize()  # later updates may use any stream, and need initialised averages
         self._is_made = True

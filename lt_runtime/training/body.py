@@ -440,15 +440,15 @@ class StepBody:
                 each[:, AMAX] = magnitudes
         self.group.engine(self.model.device.ordinal).maximum(slots, stream)
 
-    def reads_table(self, part: tuple[Any, ...]) -> bool:
+    def reads_table(self, part: tuple[Any, ...], stream: Any) -> bool:
         """Whether a fused pass computes a micro-batch's loss and gradients; it can read the batch through a table."""
-        return self._fuses_loss(part) and self._narrow(part, None, 0) is not None
+        return self._fuses_loss(part) and self._narrow(part, stream, None, 0) is not None
 
     def _fuses_loss(self, part: tuple[Any, ...]) -> bool:
         """Whether fused passes of a narrow MLP would compute the loss of a micro-batch; row weights prevent it."""
         return self.loss.elementwise is not None and len(part) == 2
 
-    def _narrow(self, part: tuple[Any, ...], met: Met | None, table: int) -> NarrowPasses | None:
+    def _narrow(self, part: tuple[Any, ...], stream: Any, met: Met | None, table: int) -> NarrowPasses | None:
         """The fused passes of a narrow MLP; None if they are not used for a micro-batch.
 
         With a table they are used in any case, because nothing else reads it.
@@ -456,7 +456,7 @@ class StepBody:
         model = self.model
         if not isinstance(model, MLP) or met is not None:
             return None
-        takes = table or model.narrow.take(part[0], backward=True, loss=self._fuses_loss(part))
+        takes = table or model.narrow.take(part[0], stream, backward=True, loss=self._fuses_loss(part))
         return model.narrow if takes else None
 
     def _run_part(
@@ -472,7 +472,7 @@ class StepBody:
         count, model, loss, scaler = self.arity or 1, self.model, self.loss, self.optimizer.scaler
         xs, (target, *weights) = part[:count], part[count:]
         x = xs[0] if count == 1 else xs
-        narrow = self._narrow(part, met, table)
+        narrow = self._narrow(part, stream, met, table)
         scale, share, first = None if scaler is None else scaler.scale, 1.0 / self._all_parts, index == 0
         options: dict[str, Any] = {"accumulate": not first, "stream": stream}
         run = Pass(

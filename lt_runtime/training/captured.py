@@ -338,7 +338,7 @@ class GpuStep:
                     buffers.claim(stream)
                     self._rehearse(buffers, self._pool, stream, sums=True)  # allocates the memory that the graph keeps
                     self._body.split_update(stream)
-                    buffers.in_place = self._body.reads_table(buffers.parts[0])
+                    buffers.in_place = self._body.reads_table(buffers.parts[0], stream)
                     buffers.graph = self._record(buffers)
         except BaseException as error:
             if not self._buffers:  # there is no graph, so that nothing uses the pool's memory

@@ -17,7 +17,7 @@ import numpy as np
 from cuda.bindings import driver
 from numpy.typing import NDArray
 
-from lt_runtime.arguments import integer, shown
+from lt_runtime.arguments import Uncopied, integer, shown
 from lt_runtime.arrays.libraries import TorchLibrary, cupy, cupy_stream, is_from
 from lt_runtime.arrays.operand import HOST, check_plain
 from lt_runtime.errors import ArgumentError, DriverError, KindError, OperandError
@@ -155,8 +155,10 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
     return Prefetcher(source, count, ordinal, stream)
 
 
-class Prefetcher(Iterator[Any], contextlib.AbstractContextManager["Prefetcher"]):
+class Prefetcher(Uncopied, Iterator[Any], contextlib.AbstractContextManager["Prefetcher"]):
     """The iterator that `prefetch` returns, also a context manager. Any number of threads may take batches from it."""
+
+    _instead = "call lt.prefetch again"
 
     def __init__(self, source: Iterator[Any], depth: int, device: int | None, stream: Any) -> None:
         lane = _HostLane() if device is None else _GpuLane(device, depth, stream)

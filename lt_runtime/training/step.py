@@ -174,7 +174,7 @@ class TrainStep(Fixed):
             from lt_runtime.training.captured import GpuStep
 
             self._gpu = GpuStep(self._body, model.device.ordinal, graph=graph, tune=tune)
-            self._tally = self._gpu.tally
+            self._tally, self._is_uncopied = self._gpu.tally, True
         if group is not None:
             averages = {} if ema is None else ema.averages
             options = self._options(loss_options)

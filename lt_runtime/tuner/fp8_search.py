@@ -5,7 +5,6 @@ If an optimizer's update writes a weight in FP8, the weight's cast does not coun
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,13 +13,13 @@ import numpy as np
 
 from lt_runtime.errors import GpuError
 from lt_runtime.fp8 import Fp8ChainProblem, Fp8Problem, Precision, Prologue
-from lt_runtime.gpu.peaks import Hardware, hardware
+from lt_runtime.gpu.peaks import hardware
 from lt_runtime.kernels.call import Call
 from lt_runtime.kernels.fp8 import ScalesPass
 from lt_runtime.layout import packed
 from lt_runtime.plans.cache import IN_FP8
 from lt_runtime.plans.fp8 import Fp8BackwardPlan, Fp8ForwardPlan
-from lt_runtime.plans.fp8_rule import expected_slower_in_fp8
+from lt_runtime.plans.fp8_rule import expected_slower_in_fp8, update_us
 from lt_runtime.problem import Activation, DType, Saved, Spec
 from lt_runtime.products.plan import PassPlan, Plan
 from lt_runtime.reference.fp8 import SLOT_WIDTH, fp8_slots
@@ -157,13 +156,3 @@ def decide_fp8(bench: Bench, problem: Fp8ChainProblem) -> Decided:
     except GpuError as error:
         ways.reject(f"refused: {error}")
     return ways.decide(untuned=expected_slower_in_fp8(problem, device) is None, least_gain=_LEAST_GAIN)
-
-
-def update_us(problem: Fp8ChainProblem, peaks: Hardware) -> float:
-    """Microseconds, at the peak rate of memory, in which an optimizer's update writes weights in FP8.
-
-    It writes a byte for each element of a weight, and another for its transpose. 0.0 if the peak rate is not known.
-    """
-    sizes = zip(problem.written, itertools.pairwise(problem.dims), strict=False)
-    written = sum(2 * inputs * outputs for is_written, (inputs, outputs) in sizes if is_written)
-    return 1e6 * written / peaks.bytes_per_s if peaks.bytes_per_s else 0.0

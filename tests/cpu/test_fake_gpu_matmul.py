@@ -11,6 +11,7 @@ from tests.support.matmul_checks import Product, matmul_case
 from tests.support.placed import COLUMNS, ODD
 from tests.support.strategies import MatmulCase, Placement
 
+_LARGE = (65_537, 65_537, 65_537)
 _CASES = {
     **{f"epilogue-{each.value}": matmul_case(epilogue=each) for each in Epilogue},
     **{f"columns-{each.value}": matmul_case(epilogue=each, d=COLUMNS) for each in Epilogue},
@@ -42,6 +43,14 @@ _CASES = {
     "batch with c": matmul_case(batches=(3, 3, 3), with_c=True, beta=-0.5, alpha=2.0),
     "batch of separate products": matmul_case(
         m=300, n=304, k=8, batches=(3, 3, 3), d=COLUMNS, dtype=DType.FLOAT16, epilogue=Epilogue.BIAS
+    ),
+    # more matrices than CUDA accepts blocks in z
+    "large batch of masks": matmul_case(m=2, n=9, k=3, batches=_LARGE, d=COLUMNS, epilogue=Epilogue.RELU_AUX_BIAS),
+    "large batch of masks' derivatives": matmul_case(m=2, n=9, k=3, batches=_LARGE, epilogue=Epilogue.DRELU_BGRAD),
+    "large batch of derivatives": matmul_case(m=2, n=3, k=4, batches=_LARGE, epilogue=Epilogue.DGELU_BGRAD),
+    "large batch of sums of a": matmul_case(m=3, n=2, k=4, batches=_LARGE, epilogue=Epilogue.BGRADA),
+    "large batch of separate products": matmul_case(
+        m=2, n=3, k=4, batches=_LARGE, d=COLUMNS, with_c=True, beta=-0.5, dtype=DType.FLOAT16, epilogue=Epilogue.BIAS
     ),
     "one for all": matmul_case(batches=(2, None, 2)),
     "all for one": matmul_case(batches=(None, 2, 2), d=COLUMNS),

@@ -333,6 +333,27 @@ def test_inference_is_measured_where_that_is_asked_for(hurried: FakeGpu) -> None
     np.testing.assert_allclose(_values(gpu, outputs), _by_layers(gpu, model, x), atol=1e-2)
 
 
+@pytest.mark.parametrize(("precision", "rows"), [(None, 48), ("fp8", 64)])
+def test_nothing_is_measured_while_the_stream_is_captured(
+    hurried: FakeGpu, monkeypatch: pytest.MonkeyPatch, precision: str | None, rows: int
+) -> None:
+    """In a capture the untuned choice is taken; the next call measures, and finds layer by layer to be faster."""
+    gpu = hurried
+    model, x = _model(gpu, (16, 16, 16), precision=precision), _inputs(gpu, rows, 16)
+    model(_inputs(gpu, 16, 16), stream=gpu.stream)  # allocates the stream's memory
+    monkeypatch.setenv("LT_RUNTIME_TUNE", "first-use")
+    monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": 2e4, "matmul": 1e3})
+    _names(gpu)
+    gpu.stream.begin_capture()
+    model(x, stream=gpu.stream)
+    gpu.stream.end_capture().launch(gpu.stream)
+    assert _names(gpu, "expect") == {FORWARD}
+    model(x, stream=gpu.stream)
+    assert "expect" in _names(gpu, "expect")
+    model(x, stream=gpu.stream)
+    assert _names(gpu) == set()
+
+
 def test_an_untuned_chain_is_explained_by_the_priors(gpu: FakeGpu) -> None:
     explained = gpu.lt.explain([16, 16, 4], 43, dtype="bfloat16")
     assert explained[-1].strategy == "one kernel a pass (by the priors)"

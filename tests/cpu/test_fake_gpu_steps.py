@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -105,6 +108,25 @@ def test_objects_that_are_made_on_one_stream_are_used_on_another(gpu: FakeGpu, k
             gpu.lt.TrainStep(model, optimizer)(*batch, stream=gpu.stream)
     gpu.synchronize(gpu.other_stream.ptr)  # writes the tables of addresses without which the kernels would crash
     gpu.synchronize_all()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_copies_and_pickles_of_graphs_launches_and_threads_are_refused_by_name(
+    gpu: FakeGpu, duplicate: Callable[[Any], object]
+) -> None:
+    model = gpu.lt.MLP(_DIMS, seed=3, device=0)
+    optimizer, ema, (x, labels) = gpu.lt.AdamW(model.parameters()), gpu.lt.EMA(model), _batch(gpu, 0)
+    step = gpu.lt.TrainStep(model, optimizer, ema=ema)
+    step(x, labels, stream=gpu.stream)
+    bound = gpu.lt.bind(gpu.lt.add, x, x, out=x, stream=gpu.stream)
+    message = "{}.* can be neither copied nor pickled, because .*; (save|call)"
+    with gpu.lt.prefetch([np.ones(1)], device=0) as batches:
+        refusals = {"AdamW": optimizer, "EMA": ema, "TrainStep": step, "BoundPlan": bound, "Prefetcher": batches}
+        for name, each in refusals.items():
+            with pytest.raises(gpu.lt.errors.KindError, match=message.format(name)):
+                duplicate(each)
+    duplicate(model)
+    gpu.streams.synchronize_all()
 
 
 def test_averages_are_copied_after_the_steps(gpu: FakeGpu) -> None:

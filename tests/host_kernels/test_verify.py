@@ -48,6 +48,25 @@ def test_expected_results(shape: tuple[int, int, int]) -> None:
         operand.assert_unchanged()
 
 
+def test_a_batch_larger_than_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computes a batch in several launches: ReLU's derivative by a mask, with C; one B serves every product."""
+    monkeypatch.setattr(verify, "MAX_GRID_Z", 2)
+    generator, (batch, m, n, k) = np.random.default_rng(0), (5, 3, 16, 4)
+    a, b, c = (Guarded(numbers(generator, size, F32)) for size in ((batch * m, k), (k, n), (batch * m, n)))
+    mask = Guarded(generator.integers(0, 256, (batch * m, n // 8)).astype(np.uint8))
+    d, limits = Guarded(np.full((batch * m, n), np.nan)), Guarded(np.full((batch * m, n), np.nan))
+    params = verify.EXPECT.params(elements(a), elements(b), elements(c), d=verify.Results(d.address, limits.address))
+    params.aux = verify.elements_of(mask.address, (m * n, n, 1), None)
+    params.a.batch_stride, params.c.batch_stride = m * k, m * n
+    params.rows, params.cols, params.depth, params.is_derivative = m, n, k, True
+    verify.launch_expect(params, batch, 0, 0)
+
+    passed = np.unpackbits(mask.array, axis=1, bitorder="little")
+    wanted = (a.array.astype(np.float64) @ b.array.astype(np.float64) + c.array) * passed
+    assert_close("d", d.values(), wanted, 1e-12)
+    assert not np.isnan(limits.values()).any()
+
+
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
 def test_every_float8_number_is_read(name: str) -> None:
     """Multiplied by 1, each of the 256 FP8 numbers, also infinities and NaN, must give itself."""

@@ -24,6 +24,7 @@ from tests.support.races import Touch
 _CONTEXT: Final = 1
 _NEEDS_CONTEXT: Final = ("cuCtxSynchronize", "cuEvent", "cuGraph", "cuLaunch", "cuMem", "cuProfiler", "cuStream")
 """Prefixes of the names of driver functions that fail in a thread without a context."""
+_MAX_GRID_YZ: Final = 65535
 _ATTRIBUTE = driver.CUdevice_attribute
 H200: Final[Mapping[Any, int]] = {
     _ATTRIBUTE.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 9,
@@ -443,6 +444,8 @@ class FakeDriver:
         config = LaunchConfig.from_address(config_address)
         params = ctypes.c_void_p.from_address(arguments).value or 0
         grid, block = tuple(config.grid), tuple(config.block)
+        if 0 in grid or max(grid[1:]) > _MAX_GRID_YZ:
+            raise DriverStatusError(Status.CUDA_ERROR_INVALID_VALUE)
         self._streams.put(
             config.stream or 0, KERNEL, "kernel", *self._launcher(function, params, grid, block, config.shared_memory)
         )

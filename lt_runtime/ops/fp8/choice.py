@@ -65,7 +65,7 @@ def rows_of(x: Any) -> int:
 
 
 def reasons(
-    layers: Sequence[Candidate], rows: int, dtype: Any, device: int, stream: Callable[[], int] = lambda: 0
+    layers: Sequence[Candidate], rows: int, dtype: Any, device: int, stream: Callable[[], int]
 ) -> Iterator[str | None]:
     """For each layer why it is in its own type, None if it is in FP8; tells `ranges.watchers` of what is decided.
 

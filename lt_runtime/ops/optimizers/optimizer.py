@@ -114,6 +114,7 @@ class Optimizer(Fixed):
         }
         kind = HostState if on_host(arrays) else GpuState
         self._state: HostState | GpuState = kind([parameters for parameters, _ in pairs], options)
+        self._is_uncopied = kind is GpuState
         for each in self.parameters:
             each.owner.is_trained = True
         self._held, self._have_masters = HeldArrays(self.parameters, "the optimizer"), list[bool]()

@@ -215,6 +215,18 @@ def test_processes_share_a_suite_and_rows_of_other_runs_are_merged(machine: None
         runner.merge("some", three, tmp_path, "now")
 
 
+def test_merging_keeps_a_fact_that_no_row_has(machine: None, tmp_path: Path) -> None:
+    """The bandwidth of a copy is a fact of the kernels' file, on which the page's tables rely."""
+    suite, case = import_module("benchmarks.kernels").SUITE, import_module("benchmarks.kernels").CASES[0].name
+    row = {"case": case, "us": {"lt": 1.0}, "spread": {"lt": 0.0}, "when": report.now()}
+    report.write(report.RESULTS / "kernels.json", [], copy_gb_s=4000.0, summary=["of earlier rows"])
+    report.write(tmp_path / "kernels.json", [row])
+    assert runner.merge("kernels", suite, tmp_path, "now") == 1
+    merged = json.loads((report.RESULTS / "kernels.json").read_text())
+    assert merged.keys() == {"machine", "commit", "when", "copy_gb_s", "rows"}
+    assert merged["copy_gb_s"] == 4000.0
+
+
 def test_a_row_without_contenders_is_resumed_with_all_of_them(machine: None) -> None:
     made = list[str]()
 

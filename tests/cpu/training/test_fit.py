@@ -84,6 +84,18 @@ def test_patience_counts_epochs_in_a_row() -> None:
     assert len(lt.fit(run.step, run.batches, epochs=6, valid=run.valid, patience=2)) == 5
 
 
+@pytest.mark.parametrize(("rate", "is_better"), [(-0.5, False), (0.05, True)])
+def test_a_resumed_run_replaces_only_a_worse_checkpoint(rate: float, is_better: bool, tmp_path: Path) -> None:
+    run, resumed, best = Run(), Run(), tmp_path / "best"
+    lt.fit(run.step, run.batches, valid=[run.batch], checkpoint=best)
+    lt.load_checkpoint(best, resumed.model, resumed.optimizer, changed=["lr"])
+    found, resumed.rates = best.read_bytes(), (rate,)
+    (epoch,) = lt.fit(resumed.step, resumed.batches, valid=[run.batch], checkpoint=best)
+    assert epoch.epoch == 1
+    assert (best.read_bytes() != found) == is_better
+    assert np.array_equal(resumed.state()["layer0.weight"], run.state()["layer0.weight"]) != is_better
+
+
 def test_an_interrupt_keeps_the_epochs_and_the_best_weights() -> None:
     run = Run()
 
