@@ -98,13 +98,14 @@ def _cast_bytes(problem: Fp8ChainProblem, n: int, k: int, *, casts_w: bool, cast
 
 
 def update_us(problem: Fp8ChainProblem, peaks: Hardware) -> float:
-    """Microseconds, at the peak rate of memory, in which an optimizer's update writes weights in FP8.
+    """Microseconds in which an optimizer's update writes weights in FP8.
 
-    It writes a byte for each element of a weight, and another for its transpose. 0.0 if the peak rate is not known.
+    It writes a byte for each element of a weight, and another for its transpose. 0.0 if the peak rate of memory is not
+    known.
     """
     sizes = zip(problem.written, itertools.pairwise(problem.dims), strict=False)
     written = sum(2 * inputs * outputs for is_written, (inputs, outputs) in sizes if is_written)
-    return 1e6 * written / peaks.bytes_per_s if peaks.bytes_per_s else 0.0
+    return 1e6 * written / (_CASTS * peaks.bytes_per_s) if peaks.bytes_per_s else 0.0
 
 
 def _sizes(problem: Fp8ChainProblem) -> str:

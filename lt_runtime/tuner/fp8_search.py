@@ -30,8 +30,12 @@ from lt_runtime.tuner.report import Decided
 from lt_runtime.tuner.timing import Bench
 from lt_runtime.tuner.two_ways import EndOperands, TwoWays, as_planned
 
-_LEAST_GAIN = 0.02
-"""Fraction of the time that FP8 must save, because a step also runs what is not measured."""
+_LEAST_GAIN = 0.08
+"""Fraction of the time that FP8 must save, because a step also runs what is not measured.
+
+For 1024 rows of 1024-4096-1024 FP8 saved 5 %, but the step was 3.5 % slower: one kernel updates the weights, and now
+another one the biases (H200).
+"""
 _LAYERS = 2
 """The tolerance of results allows for the rounding errors of at most this many layers.
 
