@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from lt_runtime.torch.fp8 import chain, gated_layers
-from lt_runtime.torch.functional import PLAIN, layer_norm, rms_norm
+from lt_runtime.torch.fp8 import chain
+from lt_runtime.torch.functional import GATED, LINEAR, PLAIN, layer_norm, rms_norm
+from lt_runtime.torch.operators import Operator
 from lt_runtime.torch.tensors import Tensor
 
 Function: TypeAlias = "Callable[..., Any] | str"
@@ -54,7 +55,9 @@ def unusual(module: Any) -> str:
 
 
 class _Run:
-    """Consecutive linear layers, with the activation and dropout that follow each, which run as one operator."""
+    """Linear layers, with the activation and dropout that follow each, which run as one operator."""
+
+    operator: Operator = LINEAR
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
@@ -82,7 +85,7 @@ class _Run:
 
     def __call__(self, x: Tensor, add: Tensor = None) -> Tensor:
         """The sum of the last layer's output and `add`."""
-        return chain(self.layers, x, self.parameters, tuple(zip(*self.options, strict=True)), add)
+        return chain(self.layers, x, self.parameters, tuple(zip(*self.options, strict=True)), add, self.operator)
 
 
 def _activation_of(part: Any, name: Any) -> tuple[str, float] | None:
@@ -135,13 +138,10 @@ def sequence(module: Any) -> Function:
 
 def _gated_block(gate: Any, activation: Any, up: Any, down: Any, *dropout: Any) -> Function:
     """The function of a gated block: down(dropout(activation(gate(x)) ∘ up(x)))."""
-    # The chain is made only to check the modules and to read their parameters and options; nothing calls it.
-    run: Any = _chain(gate, activation, up, *dropout, down)
-    if isinstance(run, str):
-        return run
-    (name, slope, _), (_, _, p), _ = run.options
-    operands = *run.parameters[::2], *run.parameters[1::2]
-    return lambda x: gated_layers(run.layers, x, operands, (name, slope, p))
+    run = _chain(gate, activation, up, *dropout, down)
+    if isinstance(run, _Run):
+        run.operator = GATED
+    return run
 
 
 def _norm(module: Any) -> Function:

@@ -58,9 +58,7 @@ class LinearLayers(Operator):
     def check(self, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
         x, add, _, *parameters = operands
-        for activation, slope, p in zip(*options[:3], strict=True):
-            Activation.of(activation, slope)
-            probability("dropout", p)
+        check_options(options)
         layers = len(options[0])
         prefixes = [""] if layers == 1 else [f"layers[{i}]." for i in range(layers)]
         names = [f"{prefix}{name}" for prefix in prefixes for name in ("weight", "bias")]
@@ -130,6 +128,13 @@ class LinearLayers(Operator):
             layers.append(_make_layer(shape, kind, None, Activation.of(activation, slope), p, compute, name, True))
             kept.append(y if kind is Saved.OUTPUT else z)
         _descend(dy, ys, weights, kept, layers, key, (needs[0], *needs[3:]), (dx, *others))
+
+
+def check_options(options: Options) -> None:
+    """Raises `ArgumentError` or `KindError` for an unknown activation, or a slope or dropout that is not accepted."""
+    for activation, slope, p in zip(*options[:3], strict=True):
+        Activation.of(activation, slope)
+        probability("dropout", p)
 
 
 def _ascend(options: Options, x: Any, add: Any, key: Any, parameters: Tensors, buffers: Any, kept: Any) -> Any:
