@@ -70,24 +70,32 @@ def chain(
     """
     for each in layers:
         if vars(each).get("scales") is not None:
-            return (_gated_at_once if operator is GATED else _in_parts)(layers, x, parameters, options, add)
+            return _with_scales(operator, layers, x, parameters, options, add)
     return linear_layers(x, parameters, options, add, operator)
 
 
 @torch._disable_dynamo  # type: ignore[untyped-decorator]
-def _in_parts(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
-    """Runs the consecutive layers that are in FP8 at once, and those that are not.
+def _with_scales(
+    operator: Operator, layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor
+) -> Tensor:
+    """Computes `chain` for layers of which some have FP8 scales.
 
     It is hidden from torch.compile, which cannot trace it: FP8 scales are no operands of an operator.
     """
     x, add, *parameters = cast((x, add, *parameters))
-    if not _trains(x, add, *parameters):
-        return linear_layers(x, parameters, options, add)
-    states, weights, biases = [vars(each).get("scales") for each in layers], parameters[::2], parameters[1::2]
+    trains = torch.is_grad_enabled() and torch._C._any_requires_grad(x, add, *parameters)
+    if not (trains and is_eager((x, add, *parameters))):  # meta and fake tensors hold no values
+        return linear_layers(x, parameters, options, add, operator)
+    return (_gated_at_once if operator is GATED else _in_parts)(layers, x, parameters, options, add)
+
+
+def _in_parts(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
+    """Runs the consecutive layers that are in FP8 at once, and those that are not."""
+    states = [vars(each).get("scales") for each in layers]
     _set_needs(states, x.requires_grad, parameters)
     fp8_steps.layers.update([each for each, state in zip(layers, states, strict=True) if state is not None])
-    forms = zip(states, weights, biases, *options[:2], strict=True)
-    _choose(x, [_candidate(state, weight, bias, Activation.of(*form)) for state, weight, bias, *form in forms])
+    given = zip(states, parameters[::2], parameters[1::2], map(Activation.of, *options[:2]), strict=True)
+    _choose(x, [Candidate.of(*each, "float32") for each in given])
     end = 0
     for is_fp8, group in itertools.groupby(states, _is_in_fp8):
         start, end = end, end + len([*group])
@@ -108,11 +116,6 @@ def _set_needs(states: Sequence[FP8State | None], needs_dx: bool, parameters: Te
         needs_dx |= weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
-def _candidate(state: FP8State | None, weight: Tensor, bias: Tensor, activation: Activation) -> Candidate:
-    outputs, inputs = weight.shape if weight.dim() == 2 else (0, 0)  # a weight of other shapes is refused later
-    return Candidate(state, outputs, inputs, bias is not None, activation, "float32")
-
-
 def _choose(x: Tensor, layers: Sequence[Candidate]) -> None:
     with torch.cuda.device_of(x):
         choose(placed([x])[0], layers)
@@ -122,27 +125,21 @@ def _is_in_fp8(state: FP8State | None) -> bool:
     return state is not None and state.fallback is None
 
 
-@torch._disable_dynamo  # type: ignore[untyped-decorator]
 def _gated_at_once(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
-    x, add, *parameters = cast((x, add, *parameters))
-    weights, biases, have_scales = parameters[::2], parameters[1::2], all(vars(each).get("scales") for each in layers)
-    fit = have_scales and _trains(x, add, *parameters) and fits(x, weights[0]) and fits(weights[0], weights[2])
-    if not fit:
+    """Runs the layers of a gated block, either all three in FP8 or none."""
+    weights, biases = parameters[::2], parameters[1::2]
+    have_scales = all(vars(each).get("scales") is not None for each in layers)
+    if not (have_scales and fits(x, weights[0]) and fits(weights[0], weights[2])):
         return linear_layers(x, parameters, options, add, GATED)
     fp8_steps.layers.update(layers)
     needs_dx = x.requires_grad, x.requires_grad, True
     for each, weight, bias, needed in zip(layers, weights, biases, needs_dx, strict=True):
         each.scales.needs_dx, each.scales.needs_dw = needed, weight.requires_grad
         # The choice of the precision depends on the number of rows, which x and the hidden values have in common.
-        _choose(x, [_candidate(each.scales, weight, bias, Activation())])
+        _choose(x, [Candidate.of(each.scales, weight, bias, Activation(), "float32")])
     if not any(_is_in_fp8(each.scales) for each in layers):
         return linear_layers(x, parameters, options, add, GATED)
     return _call(_gated, GATED, layers, options, (x, add, draw_key(x, options[2]), *parameters))
-
-
-def _trains(*operands: Tensor) -> bool:
-    """Whether autograd will compute a gradient of these tensors, and they hold values (are no meta or fake tensors)."""
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*operands) and is_eager(operands)
 
 
 def _call(function: Any, of: Operator, layers: Sequence[Any], options: Options, operands: tuple[Any, ...]) -> Tensor:

@@ -53,10 +53,10 @@ class Operator(ABC):
         options = f"{self.options}, bool training"
         forward = f"{self.name}_fwd(Tensor?[] operands, {options}) -> Tensor[]"
         backward = f"{self.name}_bwd(Tensor?[] gradients, Tensor?[] saved, bool[] needs, {options}) -> Tensor[]"
-        self._forward = _define(forward, 1, self.run, self._fake)
-        self._backward = _define(backward, 3, self.run_backward, self.gradients)
+        self._forward: Callable[..., list[Tensor]] = _define(forward, 1, self.run, self._fake)
+        self._backward: Callable[..., list[Tensor]] = _define(backward, 3, self.run_backward, self.gradients)
         LIBRARY.impl(f"{self.name}_fwd", self._traced, "Autograd")
-        self._apply = applied(_Differentiable, self.name)
+        self._apply: Callable[..., Tensors] = applied(_Differentiable, self.name)
 
     @abstractmethod
     def check(self, operands: Tensors, options: Options) -> None:
@@ -80,9 +80,9 @@ class Operator(ABC):
         """Chooses the tensors that backward reads. `needs` says which operands need a gradient."""
         return operands
 
+    @abstractmethod
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Makes the gradients of the operands, uninitialised; None for operands that need none."""
-        return [torch.empty_like(each) if need else None for each, need in zip(saved, needs, strict=True)]
 
     def compute_gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Computes the gradients of the operands; None for operands that need none.
@@ -123,8 +123,7 @@ class Operator(ABC):
     def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
         """Computes all outputs without the dispatcher; `training` says whether a gradient will be computed."""
         options = (*options, training)
-        outputs: Tensors = self._apply(self, self.run, options, *operands) if training else self.run(operands, options)
-        return outputs
+        return self._apply(self, self.run, options, *operands) if training else self.run(operands, options)
 
     def run(self, operands: Tensors, options: Options) -> list[Tensor]:
         """Computes all outputs without the dispatcher."""
@@ -171,12 +170,11 @@ class Operator(ABC):
 
     def _below_autograd(self, operands: Tensors, options: Options) -> list[Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            made: list[Tensor] = self._forward([*operands], *options)
-        return made
+            return self._forward([*operands], *options)
 
 
-def _define(schema: str, leading: int, run: Any, make: Any) -> Callable[..., Any]:
-    """Defines an operator of the dispatcher.
+def _define(schema: str, leading: int, run: Any, make: Any) -> Any:
+    """Defines an operator of the dispatcher, and returns it.
 
     Args:
         leading: the number of arguments before the options, which become one tuple.
@@ -194,8 +192,7 @@ def _define(schema: str, leading: int, run: Any, make: Any) -> Callable[..., Any
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, over_options(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"lt_runtime::{name}", over_options(make), lib=LIBRARY)
-    overload: Callable[..., Any] = getattr(torch.ops.lt_runtime, name).default
-    return overload
+    return getattr(torch.ops.lt_runtime, name).default
 
 
 class _Differentiable(torch.autograd.Function):
@@ -226,14 +223,13 @@ class _Differentiable(torch.autograd.Function):
         return None, None, None, *operator.differentiate(dys, ctx.saved_tensors, needs, (*ctx.options, keeps))
 
 
-def applied(function: Any, name: str) -> Callable[..., Any]:
+def applied(function: Any, name: str) -> Any:
     """The `apply` of an autograd function, which profilers show under the given name.
 
     This `apply` skips PyTorch's search for tensors of `torch.func`, which takes 5 µs; it can, because `is_eager`
     refuses them.
     """
-    apply: Callable[..., Any] = super(torch.autograd.Function, type(f"lt_runtime::{name}", (function,), {})).apply
-    return apply
+    return super(torch.autograd.Function, type(f"lt_runtime::{name}", (function,), {})).apply
 
 
 class _Thread(threading.local):
