@@ -56,12 +56,7 @@ def set_precision(layer: Any, precision: Precision) -> None:
 
 
 def chain(
-    layers: Sequence[Any],
-    x: Tensor,
-    parameters: Tensors,
-    options: Options,
-    add: Tensor = None,
-    operator: Operator = LINEAR,
+    operator: Operator, layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor = None
 ) -> Tensor:
     """Computes `linear_layers`; those of the modules `layers` that have FP8 scales run in FP8.
 

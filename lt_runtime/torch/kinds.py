@@ -85,7 +85,7 @@ class _Run:
 
     def __call__(self, x: Tensor, add: Tensor = None) -> Tensor:
         """The sum of the last layer's output and `add`."""
-        return chain(self.layers, x, self.parameters, tuple(zip(*self.options, strict=True)), add, self.operator)
+        return chain(self.operator, self.layers, x, self.parameters, tuple(zip(*self.options, strict=True)), add)
 
 
 def _activation_of(part: Any, name: Any) -> tuple[str, float] | None:
@@ -125,7 +125,7 @@ def _parameters_of(layer: Any) -> tuple[Tensor, Tensor]:
 
 
 def _linear(module: Any) -> Function:
-    return functools.partial(chain, [module], parameters=_parameters_of(module), options=PLAIN)
+    return functools.partial(chain, LINEAR, [module], parameters=_parameters_of(module), options=PLAIN)
 
 
 def sequence(module: Any) -> Function:
@@ -211,10 +211,6 @@ class Kind(NamedTuple):
             return [part for each in _steps(module) if type(each) is _Run for part in each.parts]
         return [*self._holders(module), *self._parts(module)]
 
-    def layers(self, module: Any) -> list[Any]:
-        """The linear layers whose work the module's function includes."""
-        return [each for each in (module, *self.absorbed(module)) if name_of(each) in LAYERS]
-
     def _holders(self, module: Any) -> list[Any]:
         names = {name.partition(".")[0]: None for name in self.parts.split() if "." in name}
         return [getattr(module, name) for name in names]
@@ -247,3 +243,8 @@ KINDS: Final[dict[Any, Kind]] = {
     f"{_MODELS}.t5.modeling_t5.T5LayerNorm": Kind(_norm),
     f"{_MODELS}.vit.modeling_vit.ViTMLP": Kind(_chain, "fc1 activation_fn fc2"),
 }
+
+
+def layers_of(module: Any) -> list[Any]:
+    """The linear layers whose work the function for a module includes."""
+    return [each for each in (module, *KINDS[name_of(module)].absorbed(module)) if name_of(each) in LAYERS]

@@ -42,10 +42,9 @@ class CrossEntropy(Operator):
         logits, labels, weight = operands
         check_operands({"input": logits})
         _check_labels("target", labels, logits.shape[:-1], logits.device)
-        if weight is not None:
-            check_shape("weight", weight, (logits.shape[-1],), "one for each class of input")
-            if weight.device != logits.device:
-                raise DeviceError(f"weight is on {weight.device} but input on {logits.device}")
+        check_shape("weight", weight, (logits.shape[-1],), "one for each class of input")
+        if weight is not None and weight.device != logits.device:
+            raise DeviceError(f"weight is on {weight.device} but input on {logits.device}")
 
     def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
         """See `Operator`."""
@@ -125,18 +124,17 @@ class LinearCrossEntropy(Operator):
         for i, start in enumerate(range(0, rows, chunk)):
             part, z = slice(start, start + chunk), logits[: rows - start]
             linear(*placed((x[part], weight, bias)), compute=compute_of(x.dtype), out=placed([z])[0])
-            of_rows = weights[part] * len(z)  # `lt.cross_entropy` divides by the number of rows that it gets
             own = z[:, :classes]
-            _evaluate(
-                (own, labels[part], own, losses[i], None, None, of_rows), ignore_index=None, label_smoothing=smoothing
-            )
+            # `lt.cross_entropy` divides by the number of rows that it gets.
+            tensors: Any = own, labels[part], own, losses[i], None, None, weights[part] * len(z)
+            _evaluate(tensors, ignore_index=None, label_smoothing=smoothing)
             if wanted[0]:
                 _multiply(z, weight, dx[part])
             if wanted[1]:
                 _multiply(z.t(), x[part], dw, adds=i > 0)
             if wanted[2]:
                 db = z.sum(0, dtype=summed) + (db if i else 0)
-        z = own = logits = None  # frees the chunk's logits before the rounded gradients are allocated
+        z = own = tensors = logits = None  # frees the chunk's logits before the rounded gradients are allocated
         made = [each.div_(after) if is_half else each.to(dtype) for each in (dx, dw[:classes], db[:classes])]
         return [torch.where(count > 0, losses.sum() / after, math.nan), *made]
 

@@ -59,7 +59,7 @@ class Linear(torch.nn.Linear):
         """y (..., out_features) for x (..., in_features) and add (..., out_features)."""
         dropout = self.dropout if self.training else 0.0
         options = (self.activation,), (self.negative_slope,), (dropout,)
-        return chain((self,), x, (self.weight, self.bias), options, add)
+        return chain(LINEAR, (self,), x, (self.weight, self.bias), options, add)
 
     def extra_repr(self) -> str:
         """The text that `repr` shows for the module's options."""
@@ -70,7 +70,7 @@ def _chained(layers: Sequence[Linear], x: Tensor, add: Tensor, operator: Operato
     """Runs layers as one operator, see `linear_layers`."""
     parameters = [each for layer in layers for each in (layer.weight, layer.bias)]
     forms = [(each.activation, each.negative_slope, each.dropout if each.training else 0.0) for each in layers]
-    return chain(layers, x, parameters, tuple(zip(*forms, strict=True)), add, operator)
+    return chain(operator, layers, x, parameters, tuple(zip(*forms, strict=True)), add)
 
 
 class MLP(torch.nn.Sequential):

@@ -114,7 +114,7 @@ class Operator(ABC):
             training = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
             outputs = self.eager(operands, options, training=training)
         else:
-            if operands[0] is None or not all(each is None or _is_dense(each) for each in operands):
+            if operands[0] is None or not all(map(_is_dense, operands)):
                 self.check(operands, (*options, False))
             needed = [each is not None and each.requires_grad for each in operands]
             outputs = self._forward([*operands], *options, torch.is_grad_enabled() and True in needed)
@@ -288,7 +288,7 @@ def is_eager(tensors: Tensors) -> bool:
 
 
 def _is_dense(operand: Any) -> bool:
-    return isinstance(operand, torch.Tensor) and operand.layout is torch.strided
+    return operand is None or (isinstance(operand, torch.Tensor) and operand.layout is torch.strided)
 
 
 def _hashable(options: Sequence[Any]) -> Options:

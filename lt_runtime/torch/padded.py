@@ -69,9 +69,7 @@ def padded(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 def padded_like(tensor: Tensor) -> Tensor:
     """An uninitialised tensor of the shape of `tensor`, with padded rows if `tensor` has padded rows."""
     *_, count = tensor.shape
-    is_padded = (
-        count % _MULTIPLE and tensor.dim() > 1 and tensor.stride(-1) == 1 and tensor.stride(-2) == columns_of(count)
-    )
+    is_padded = count % _MULTIPLE and tensor.stride()[-2:] == (columns_of(count), 1)
     return padded(tensor, tensor.shape) if is_padded else torch.empty_like(tensor)
 
 
