@@ -211,7 +211,7 @@ class _Fp8Layers(torch.autograd.Function):
             dx, *found[at : at + 2] = _backward(dx, ctx.records[i], kept[4 * i : 4 * i + 4], wanted)
             if dx is None:
                 break
-        return None, None, *as_tensors([dx]), dy if of_add else None, None, *as_tensors(found)
+        return None, None, as_tensor(dx), dy if of_add else None, None, *as_tensors(found)
 
 
 class _Fp8Gated(torch.autograd.Function):

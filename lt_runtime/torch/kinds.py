@@ -110,9 +110,9 @@ def _steps(parts: Iterable[Any]) -> list[Any]:
 
 def _chain(*parts: Any) -> Function:
     """The `_Run` that computes all given modules; a string with the reason if they do not form one run."""
-    steps = _steps(parts)
-    if len(steps) == 1 and isinstance(steps[0], _Run):
-        return steps[0]
+    run = _Run()
+    if all(map(run.takes, parts)):
+        return run
     for part in parts:
         if isinstance(part, nn.Module) and (why := unusual(part)):
             return f"{type(part).__name__}: {why}"
@@ -203,19 +203,20 @@ class Kind(NamedTuple):
         for each in self._holders(module):
             if name_of(each) not in KINDS or unusual(each):
                 return f"{type(each).__name__}: {unusual(each) or 'it is no part that belongs here'}"
-        return self.read(*self._parts(module))
+        return self.read(*self.parts_of(module))
 
     def absorbed(self, module: Any) -> list[Any]:
         """The submodules whose work the module's function includes, so that they are not replaced themselves."""
         if self.read is sequence:
             return [part for each in _steps(module) if type(each) is _Run for part in each.parts]
-        return [*self._holders(module), *self._parts(module)]
+        return [*self._holders(module), *self.parts_of(module)]
 
     def _holders(self, module: Any) -> list[Any]:
         names = {name.partition(".")[0]: None for name in self.parts.split() if "." in name}
         return [getattr(module, name) for name in names]
 
-    def _parts(self, module: Any) -> list[Any]:
+    def parts_of(self, module: Any) -> list[Any]:
+        """The parts of a module."""
         return [attrgetter(name)(module) for name in self.parts.split()]
 
 

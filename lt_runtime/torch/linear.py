@@ -43,7 +43,6 @@ class LinearLayers(Operator):
 
     name = "linear"
     options = "str[] activations, float[] slopes, float[] dropouts"
-    addend = 1
 
     def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
         """See `Operator`. On a GPU the plan of each layer decides which tensor is kept for backward."""
@@ -106,6 +105,11 @@ class LinearLayers(Operator):
         zs = [next(kept) if kind is Saved.PREACTIVATION else None for kind in kinds]
         y = outputs[0] if kinds[-1] is Saved.OUTPUT else None
         return key, *parameters[::2], x if needs[3] or count > 1 else None, *outputs[1:count], y, *zs
+
+    def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
+        """See `Operator`. The gradient of `add` is dy itself, which a registered operator may not return."""
+        dx, _, *others = super().differentiate(dys, saved, (needs[0], False, *needs[2:]), options)
+        return [dx, dys[0] if needs[1] else None, *others]
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""

@@ -40,14 +40,11 @@ class Operator(ABC):
             backward it is False if results may be written over the saved tensors: the caller did not get these, and
             autograd frees them.
         visible: how many of the first outputs the caller gets; the others are kept for backward.
-        addend: index of an operand that is added to the output; None without one. Its gradient is dy itself, which the
-            registered operator may not return.
     """
 
     name: str
     options: str
     visible: int = 1
-    addend: int | None = None
 
     def __init__(self) -> None:
         options = f"{self.options}, bool training"
@@ -152,15 +149,10 @@ class Operator(ABC):
 
     def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """The gradients of all operands, None where there is none."""
-        asked = [need and i != self.addend for i, need in enumerate(needs)]
         if is_eager((*dys, *saved)):
-            made = self.run_backward(dys, saved, asked, options)
-        else:
-            found = iter(self._backward([*dys], [*saved], asked, *options[:-1], True))
-            made = [next(found) if each else None for each in asked]
-        if self.addend is not None and needs[self.addend]:
-            made[self.addend] = dys[0]
-        return made
+            return self.run_backward(dys, saved, needs, options)
+        found = iter(self._backward([*dys], [*saved], [*needs], *options[:-1], True))
+        return [next(found) if need else None for need in needs]
 
     def _traced(self, operands: Tensors, *options: Any) -> list[Tensor]:
         """The function that PyTorch's dispatcher calls for the key Autograd: it records a node in autograd's graph."""

@@ -11,7 +11,6 @@ import functools
 import re
 import statistics
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -244,10 +243,10 @@ def _inputs_of(model: Any, sites: Iterable[Any], example_inputs: Any) -> dict[An
     """For each module, tensors like those of its first call in a run on the example inputs, without their values."""
     met: dict[Any, list[Tensor]] = {}
     devices = {each.device for each in model.parameters() if each.is_cuda}
-    with contextlib.ExitStack() as restored:
+    with contextlib.ExitStack() as restored, torch.random.fork_rng(devices=devices), torch.no_grad():
         for each in sites:
             kind = KINDS[name_of(each)]
-            first = each if kind.method == "forward" else attrgetter(kind.parts.split()[0])(each)
+            first = each if kind.method == "forward" else kind.parts_of(each)[0]
 
             def note(_: Any, arguments: Any, module: Any = each) -> None:
                 # An expanded tensor of one element has the shape, but takes no memory.
@@ -257,8 +256,6 @@ def _inputs_of(model: Any, sites: Iterable[Any], example_inputs: Any) -> dict[An
             restored.enter_context(first.register_forward_pre_hook(note))
         for each in model.modules():
             restored.callback(setattr, each, "training", each.training)
-        restored.enter_context(torch.random.fork_rng(devices=devices))
-        restored.enter_context(torch.no_grad())
         model.eval()
         if isinstance(example_inputs, Mapping):
             model(**example_inputs)
@@ -271,15 +268,14 @@ def _race(module: Any, inputs: list[Tensor], precision: Precision) -> tuple[floa
     """Microseconds of forward and backward by PyTorch and by the package: medians over alternating rounds."""
     own = module.__class__
     times: dict[Any, list[float]] = {own: [], _class_of(own): []}
-    with contextlib.ExitStack() as restored:
-        restored.enter_context(torch.cuda.device_of(inputs[0]))
+    generators = torch.random.fork_rng(devices=[inputs[0].device])
+    with torch.cuda.device_of(inputs[0]), generators, contextlib.ExitStack() as restored:
         restored.callback(setattr, module, "__class__", own)
         for layer in layers_of(module):
             layer.scales = scales_of(precision)
             restored.callback(vars(layer).pop, "scales")
         for each in module.buffers():  # buffers, such as BatchNorm's averages, are restored after the measurement
             restored.callback(each.copy_, each.clone())
-        restored.enter_context(torch.random.fork_rng(devices=[inputs[0].device]))
         arguments = [torch.randn_like(each, requires_grad=True) for each in inputs]
         leaves = [*arguments, *[each for each in module.parameters() if each.requires_grad]]
         for round_ in range(_ROUNDS + 1):
