@@ -236,8 +236,8 @@ class _Fp8Gated(torch.autograd.Function):
         if applies_prologue(scales[2], h):
             below = GatedContext(h, *ctx.gate)
         else:
-            activation, p, rng = ctx.gate
-            a, _ = gated_fwd(h, activation=activation, dropout=p, rng=rng)
+            (activation, *_), (slope, *_), (_, p, _) = options
+            a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=masks_of(p, 0, keys))
         arrays = a, *placed((down, down_bias)), None, None, add
         y, made, _ = forward_of_several(scales[2], None, LinearCall(arrays, *common), below)
         _keep(ctx.records, kept, made, down)

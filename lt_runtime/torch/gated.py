@@ -54,8 +54,8 @@ class GatedLayers(LinearLayers):
         (y, h), width, compute = placed(outputs), gate.shape[0], compute_of(x.dtype)
         linear(x, gate, gate_bias, out=h[..., :width], compute=compute)
         linear(x, up, up_bias, out=h[..., width:], compute=compute)
-        activation, p, rng = gate_of(options, key)
-        a, _ = gated_fwd(h, activation=activation, dropout=p, rng=rng)
+        (activation, *_), (slope, *_), (_, p, _), _ = options
+        a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=masks_of(p, 0, key))
         linear(a, down, down_bias, add=add, out=y, compute=compute)
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
