@@ -149,8 +149,7 @@ class Linear(Block):
         """The layer as the choice between FP8 and its own type reads it."""
         from lt_runtime.ops.fp8.choice import Candidate  # imported late: few models use FP8
 
-        outputs, inputs = self.weight.data.shape
-        return Candidate(self.scales, outputs, inputs, self.bias is not None, self.activation, self.compute)
+        return Candidate.of(self.scales, self.weight.data, self.bias, self.activation, self.compute)
 
     def __repr__(self) -> str:
         bias, what = self.bias is not None, f"{self.inputs} to {self.outputs}, {self.activation.name}"

@@ -24,7 +24,8 @@ from lt_runtime.ops.gated import gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear_bwd
 from lt_runtime.problem import Activation, Philox
 from lt_runtime.torch import fp8_steps
-from lt_runtime.torch.functional import GATED, LINEAR, cast, draw_key, gated_block, linear_layers
+from lt_runtime.torch.functional import GATED, LINEAR, cast, draw_key, linear_layers
+from lt_runtime.torch.gated import gate_of
 from lt_runtime.torch.linear import masks_of, scratch
 from lt_runtime.torch.operators import Needs, Operator, Options, applied, begin_backward, is_eager
 from lt_runtime.torch.tensors import Tensor, Tensors, as_tensor, as_tensors, placed
@@ -54,32 +55,42 @@ def set_precision(layer: Any, precision: Precision) -> None:
         layer.register_load_state_dict_pre_hook(_load)
 
 
-def chain(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
+def chain(
+    operator: Operator, layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor = None
+) -> Tensor:
     """Computes `linear_layers`; those of the modules `layers` that have FP8 scales run in FP8.
 
     A layer runs in its own type if no gradient will be computed, if its tensors hold no values, or for the reason that
-    its `scales.fallback` then gives.
+    its `scales.fallback` then gives. The layers of a gated block run either all three in FP8 or none.
     """
     for each in layers:
         if vars(each).get("scales") is not None:
-            return _in_parts(layers, x, parameters, options, add)
-    return linear_layers(x, parameters, options, add)
+            return _with_scales(operator, layers, x, parameters, options, add)
+    return linear_layers(x, parameters, options, add, operator)
 
 
 @torch._disable_dynamo  # type: ignore[untyped-decorator]
-def _in_parts(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
-    """Runs the consecutive layers that are in FP8 at once, and those that are not.
+def _with_scales(
+    operator: Operator, layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor
+) -> Tensor:
+    """Computes `chain` for layers of which some have FP8 scales.
 
     It is hidden from torch.compile, which cannot trace it: FP8 scales are no operands of an operator.
     """
     x, add, *parameters = cast((x, add, *parameters))
-    if not _trains(x, add, *parameters):
-        return linear_layers(x, parameters, options, add)
-    states, weights, biases = [vars(each).get("scales") for each in layers], parameters[::2], parameters[1::2]
+    trains = torch.is_grad_enabled() and torch._C._any_requires_grad(x, add, *parameters)
+    if not (trains and is_eager((x, add, *parameters))):  # meta and fake tensors hold no values
+        return linear_layers(x, parameters, options, add, operator)
+    return (_gated_at_once if operator is GATED else _in_parts)(layers, x, parameters, options, add)
+
+
+def _in_parts(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
+    """Runs the consecutive layers that are in FP8 at once, and those that are not."""
+    states = [vars(each).get("scales") for each in layers]
     _set_needs(states, x.requires_grad, parameters)
     fp8_steps.layers.update([each for each, state in zip(layers, states, strict=True) if state is not None])
-    forms = zip(states, weights, biases, *options[:2], strict=True)
-    _choose(x, [_candidate(state, weight, bias, Activation.of(*form)) for state, weight, bias, *form in forms])
+    given = zip(states, parameters[::2], parameters[1::2], map(Activation.of, *options[:2]), strict=True)
+    _choose(x, [Candidate.of(*each, "float32") for each in given])
     end = 0
     for is_fp8, group in itertools.groupby(states, _is_in_fp8):
         start, end = end, end + len([*group])
@@ -100,11 +111,6 @@ def _set_needs(states: Sequence[FP8State | None], needs_dx: bool, parameters: Te
         needs_dx |= weight.requires_grad or (bias is not None and bias.requires_grad)
 
 
-def _candidate(state: FP8State | None, weight: Tensor, bias: Tensor, activation: Activation) -> Candidate:
-    outputs, inputs = weight.shape if weight.dim() == 2 else (0, 0)  # a weight of other shapes is refused later
-    return Candidate(state, outputs, inputs, bias is not None, activation, "float32")
-
-
 def _choose(x: Tensor, layers: Sequence[Candidate]) -> None:
     with torch.cuda.device_of(x):
         choose(placed([x])[0], layers)
@@ -114,51 +120,32 @@ def _is_in_fp8(state: FP8State | None) -> bool:
     return state is not None and state.fallback is None
 
 
-def gated_layers(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
-    """Computes `gated` by the modules `layers` (gate, up and down), either all three in FP8 or none.
-
-    Args:
-        parameters: the three weights, then the three biases.
-        options: activation, slope of leaky ReLU, and probability of dropout.
-    """
-    if any(vars(each).get("scales") is None for each in layers):
-        return gated_block(x, parameters, options, add)
-    return _gated_at_once(layers, x, parameters, options, add)
-
-
-@torch._disable_dynamo  # type: ignore[untyped-decorator]
 def _gated_at_once(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
-    x, add, *parameters = cast((x, add, *parameters))
-    weights, biases = parameters[:3], parameters[3:]
-    if not (_trains(x, add, *parameters) and fits(x, weights[0]) and fits(weights[0], weights[2])):
-        return gated_block(x, parameters, options, add)
+    """Runs the layers of a gated block, either all three in FP8 or none."""
+    weights, biases = parameters[::2], parameters[1::2]
+    have_scales = all(vars(each).get("scales") is not None for each in layers)
+    if not (have_scales and fits(x, weights[0]) and fits(weights[0], weights[2])):
+        return linear_layers(x, parameters, options, add, GATED)
     fp8_steps.layers.update(layers)
     needs_dx = x.requires_grad, x.requires_grad, True
     for each, weight, bias, needed in zip(layers, weights, biases, needs_dx, strict=True):
         each.scales.needs_dx, each.scales.needs_dw = needed, weight.requires_grad
         # The choice of the precision depends on the number of rows, which x and the hidden values have in common.
-        _choose(x, [_candidate(each.scales, weight, bias, Activation())])
+        _choose(x, [Candidate.of(each.scales, weight, bias, Activation(), "float32")])
     if not any(_is_in_fp8(each.scales) for each in layers):
-        return gated_block(x, parameters, options, add)
-    return _call(_gated, GATED, layers, options, (x, add, draw_key(x, options[2:]), *parameters))
-
-
-def _trains(*operands: Tensor) -> bool:
-    """Whether autograd will compute a gradient of these tensors, and they hold values (are no meta or fake tensors)."""
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*operands) and is_eager(operands)
+        return linear_layers(x, parameters, options, add, GATED)
+    return _call(_gated, GATED, layers, options, (x, add, draw_key(x, options[2]), *parameters))
 
 
 def _call(function: Any, of: Operator, layers: Sequence[Any], options: Options, operands: tuple[Any, ...]) -> Tensor:
     """Calls the FP8 autograd function that stands for an operator; errors come from that operator's `check`."""
-    x, _, _, weight, *_ = operands
-    weights = operands[3:6] if of is GATED else operands[3::2]
+    x, weights = operands[0], operands[3::2]
     try:
         with torch.cuda.device_of(x):
             for each in layers:
-                _follow(each.scales, weight)
+                _follow(each.scales, weights[0])
             fp8_steps.read_copies(layers, weights)
-            made: Tensor = function([each.scales for each in layers], options, *operands)
-            return made
+            return function([each.scales for each in layers], options, *operands)
     except LtError:
         of.check(operands, options)
         raise
@@ -224,7 +211,7 @@ class _Fp8Layers(torch.autograd.Function):
             dx, *found[at : at + 2] = _backward(dx, ctx.records[i], kept[4 * i : 4 * i + 4], wanted)
             if dx is None:
                 break
-        return None, None, *as_tensors([dx]), dy if of_add else None, None, *as_tensors(found)
+        return None, None, as_tensor(dx), dy if of_add else None, None, *as_tensors(found)
 
 
 class _Fp8Gated(torch.autograd.Function):
@@ -233,11 +220,12 @@ class _Fp8Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scales: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *given: Tensor) -> Tensor:
         """y (..., N)."""
-        (gate, up, down, *biases), (activation, slope, p), width = given, options, len(given[0])
+        (gate, gate_bias, up, up_bias, down, down_bias), width = given, len(given[0])
         x, add, keys, h = placed((x, add, key, x.new_empty((*x.shape[:-1], 2 * width))))
-        ctx.records, kept, ctx.masks = [], [as_tensor(h)], masks_of(p, 0, keys)
+        ctx.records, kept, ctx.gate = [], [as_tensor(h)], gate_of(options, keys)
         common, shares, source = ((*_PLAIN, *_COMMON), None, None), _share_x(*scales[:2]), None
-        for state, weight, bias, out in zip(scales, (gate, up), biases, (h[..., :width], h[..., width:]), strict=False):
+        halves_of_h = (gate, gate_bias, h[..., :width]), (up, up_bias, h[..., width:])
+        for state, (weight, bias, out) in zip(scales, halves_of_h, strict=False):
             arrays = x, *placed((weight, bias)), out, None, None
             call = LinearCall(arrays, *common, keeps_x8=shares and source is None, same_x=source)
             _, made, _ = forward_of_several(state, None, call)
@@ -246,16 +234,17 @@ class _Fp8Gated(torch.autograd.Function):
         del source, made, call  # frees x in FP8, which nothing reads any more
         below, a = None, h
         if applies_prologue(scales[2], h):
-            below = GatedContext(h, Activation.of(activation, slope), p, ctx.masks)
+            below = GatedContext(h, *ctx.gate)
         else:
-            a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=ctx.masks)
-        arrays = a, *placed((down, biases[2])), None, None, add
+            (activation, *_), (slope, *_), (_, p, _) = options
+            a, _ = gated_fwd(h, activation=activation, negative_slope=slope, dropout=p, rng=masks_of(p, 0, keys))
+        arrays = a, *placed((down, down_bias)), None, None, add
         y, made, _ = forward_of_several(scales[2], None, LinearCall(arrays, *common), below)
         _keep(ctx.records, kept, made, down)
         # A cast to FP8 computes no bias gradient, and serves only weights that are contiguous.
-        is_plain = biases[0] is None and biases[1] is None and gate.is_contiguous() and up.is_contiguous()
+        is_plain = gate_bias is None and up_bias is None and gate.is_contiguous() and up.is_contiguous()
         ctx.casts = is_plain and casts_gate(h, *scales[:2])
-        ctx.options, ctx.is_tuning = options, is_tuning()
+        ctx.is_tuning = is_tuning()
         ctx.save_for_backward(*kept)
         return as_tensor(y)
 
@@ -265,18 +254,18 @@ class _Fp8Gated(torch.autograd.Function):
         begin_backward("gated", ctx, dy)
         _, _, of_x, of_add, _, *needs = ctx.needs_input_grad
         like, h, *kept = placed([dy, *ctx.saved_tensors])
-        (activation, slope, p), (gate, up, down) = ctx.options, ctx.records
-        of_hidden = of_x or True in (*needs[:2], *needs[3:5])
-        da, ddown, ddown_bias = _backward(like, down, kept[8:], (of_hidden, needs[2], needs[5]))
-        dx = dgate = dgate_bias = dup = dup_bias = None
+        gate, up, down = ctx.records
+        of_hidden = of_x or True in needs[:4]
+        da, *of_down = _backward(like, down, kept[8:], (of_hidden, *needs[4:]))
+        dx, of_gate, of_up = None, [None] * 2, [None] * 2
         if of_hidden:
-            context = GatedContext(h, Activation.of(activation, slope), p, ctx.masks)
+            context = GatedContext(h, *ctx.gate)
             cast = gated_bwd_in_fp8(da, context, gate[1], up[1]) if ctx.casts else None
-            of_gate, of_up = halves(gated_bwd(da, context) if cast is None else cast, h.shape[-1] // 2)
-            dx, dgate, dgate_bias = _backward(of_gate, gate, kept[:4], (of_x, needs[0], needs[3]))
+            dgate, dup = halves(gated_bwd(da, context) if cast is None else cast, h.shape[-1] // 2)
+            dx, *of_gate = _backward(dgate, gate, kept[:4], (of_x, *needs[:2]))
             adds: Any = {"out_dx": dx, "accumulate_dx": True} if of_x else {}
-            _, dup, dup_bias = _backward(of_up, up, kept[4:8], (of_x, needs[1], needs[4]), **adds)
-        dx, *of_layers = as_tensors((dx, dgate, dup, ddown, dgate_bias, dup_bias, ddown_bias))
+            _, *of_up = _backward(dup, up, kept[4:8], (of_x, *needs[2:4]), **adds)
+        dx, *of_layers = as_tensors((dx, *of_gate, *of_up, *of_down))
         return None, None, dx, dy if of_add else None, None, *of_layers
 
 

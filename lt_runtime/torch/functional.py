@@ -13,7 +13,7 @@ from lt_runtime.problem import Activation, ActivationName, probability
 from lt_runtime.torch.gated import GatedLayers
 from lt_runtime.torch.linear import LinearLayers
 from lt_runtime.torch.norms import Dropout, Norm
-from lt_runtime.torch.operators import Options
+from lt_runtime.torch.operators import Operator, Options
 from lt_runtime.torch.padded import PaddedLinear, is_ragged
 from lt_runtime.torch.tensors import Tensor, Tensors, check_tensors
 
@@ -74,19 +74,22 @@ def linear(
     return linear_layers(x, (weight, bias), options, add)
 
 
-def linear_layers(x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
-    """Consecutive linear layers with activations and dropout, which run as one operator.
+def linear_layers(
+    x: Tensor, parameters: Tensors, options: Options, add: Tensor = None, operator: Operator = LINEAR
+) -> Tensor:
+    """Linear layers with activations and dropout, which run as one operator.
 
     Args:
         parameters: the weight and the bias (None without one) of each layer.
         options: activations, slopes of leaky ReLU, and probabilities of dropout: three tuples with one item per layer.
+        operator: `LINEAR` for consecutive layers; `GATED` for the layers gate, up and down of a gated block.
     """
-    key = draw_key(x, options[2])
     if getattr(x, "ndim", 2) == 1:  # the operator refuses what is no tensor
         check_tensors(add=add)
-        return linear_layers(x[None], parameters, options, None if add is None else add[None])[0]
-    operator = _PADDED if add is None and options == PLAIN and is_ragged(x, parameters[0]) else LINEAR
-    return operator(cast((x, add, key, *parameters)), options)
+        return linear_layers(x[None], parameters, options, None if add is None else add[None], operator)[0]
+    if add is None and options == PLAIN and is_ragged(x, parameters[0]):
+        operator = _PADDED
+    return operator(cast((x, add, draw_key(x, options[2]), *parameters)), options)
 
 
 def gated(
@@ -115,20 +118,9 @@ def gated(
     Returns:
         y (..., N), of x's type.
     """
-    options = *_named(activation, negative_slope), dropout if training else 0.0
-    return gated_block(x, (gate, up, down, gate_bias, up_bias, down_bias), options, add)
-
-
-def gated_block(x: Tensor, parameters: Tensors, options: Options, add: Tensor = None) -> Tensor:
-    """Computes `gated` with the options in the form of its operator: activation, slope, and probability of dropout.
-
-    Args:
-        parameters: the three weights, then the three biases.
-    """
-    if getattr(x, "ndim", 2) == 1:
-        check_tensors(add=add)
-        return gated_block(x[None], parameters, options, None if add is None else add[None])[0]
-    return GATED(cast((x, add, draw_key(x, options[2:]), *parameters)), options)
+    name, slope = _named(activation, negative_slope)
+    options = (name, "none", "none"), (slope, 0.01, 0.01), (0.0, dropout if training else 0.0, 0.0)
+    return linear_layers(x, (gate, gate_bias, up, up_bias, down, down_bias), options, add, GATED)
 
 
 def dropout(x: Tensor, p: float = 0.5, *, training: bool = True) -> Tensor:

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
-from lt_runtime.torch.fp8 import chain, gated_layers
-from lt_runtime.torch.functional import PLAIN, layer_norm, rms_norm
+from lt_runtime.torch.fp8 import chain
+from lt_runtime.torch.functional import GATED, LINEAR, PLAIN, layer_norm, rms_norm
+from lt_runtime.torch.operators import Operator
 from lt_runtime.torch.tensors import Tensor
 
 Function: TypeAlias = "Callable[..., Any] | str"
@@ -54,7 +55,9 @@ def unusual(module: Any) -> str:
 
 
 class _Run:
-    """Consecutive linear layers, with the activation and dropout that follow each, which run as one operator."""
+    """Linear layers, with the activation and dropout that follow each, which run as one operator."""
+
+    operator: Operator = LINEAR
 
     def __init__(self) -> None:
         self.parts: list[Any] = []
@@ -82,7 +85,7 @@ class _Run:
 
     def __call__(self, x: Tensor, add: Tensor = None) -> Tensor:
         """The sum of the last layer's output and `add`."""
-        return chain(self.layers, x, self.parameters, tuple(zip(*self.options, strict=True)), add)
+        return chain(self.operator, self.layers, x, self.parameters, tuple(zip(*self.options, strict=True)), add)
 
 
 def _activation_of(part: Any, name: Any) -> tuple[str, float] | None:
@@ -107,9 +110,9 @@ def _steps(parts: Iterable[Any]) -> list[Any]:
 
 def _chain(*parts: Any) -> Function:
     """The `_Run` that computes all given modules; a string with the reason if they do not form one run."""
-    steps = _steps(parts)
-    if len(steps) == 1 and isinstance(steps[0], _Run):
-        return steps[0]
+    run = _Run()
+    if all(map(run.takes, parts)):
+        return run
     for part in parts:
         if isinstance(part, nn.Module) and (why := unusual(part)):
             return f"{type(part).__name__}: {why}"
@@ -122,7 +125,7 @@ def _parameters_of(layer: Any) -> tuple[Tensor, Tensor]:
 
 
 def _linear(module: Any) -> Function:
-    return functools.partial(chain, [module], parameters=_parameters_of(module), options=PLAIN)
+    return functools.partial(chain, LINEAR, [module], parameters=_parameters_of(module), options=PLAIN)
 
 
 def sequence(module: Any) -> Function:
@@ -135,13 +138,10 @@ def sequence(module: Any) -> Function:
 
 def _gated_block(gate: Any, activation: Any, up: Any, down: Any, *dropout: Any) -> Function:
     """The function of a gated block: down(dropout(activation(gate(x)) ∘ up(x)))."""
-    # The chain is made only to check the modules and to read their parameters and options; nothing calls it.
-    run: Any = _chain(gate, activation, up, *dropout, down)
-    if isinstance(run, str):
-        return run
-    (name, slope, _), (_, _, p), _ = run.options
-    operands = *run.parameters[::2], *run.parameters[1::2]
-    return lambda x: gated_layers(run.layers, x, operands, (name, slope, p))
+    run = _chain(gate, activation, up, *dropout, down)
+    if isinstance(run, _Run):
+        run.operator = GATED
+    return run
 
 
 def _norm(module: Any) -> Function:
@@ -203,23 +203,20 @@ class Kind(NamedTuple):
         for each in self._holders(module):
             if name_of(each) not in KINDS or unusual(each):
                 return f"{type(each).__name__}: {unusual(each) or 'it is no part that belongs here'}"
-        return self.read(*self._parts(module))
+        return self.read(*self.parts_of(module))
 
     def absorbed(self, module: Any) -> list[Any]:
         """The submodules whose work the module's function includes, so that they are not replaced themselves."""
         if self.read is sequence:
             return [part for each in _steps(module) if type(each) is _Run for part in each.parts]
-        return [*self._holders(module), *self._parts(module)]
-
-    def layers(self, module: Any) -> list[Any]:
-        """The linear layers whose work the module's function includes."""
-        return [each for each in (module, *self.absorbed(module)) if name_of(each) in LAYERS]
+        return [*self._holders(module), *self.parts_of(module)]
 
     def _holders(self, module: Any) -> list[Any]:
         names = {name.partition(".")[0]: None for name in self.parts.split() if "." in name}
         return [getattr(module, name) for name in names]
 
-    def _parts(self, module: Any) -> list[Any]:
+    def parts_of(self, module: Any) -> list[Any]:
+        """The parts of a module."""
         return [attrgetter(name)(module) for name in self.parts.split()]
 
 
@@ -247,3 +244,8 @@ KINDS: Final[dict[Any, Kind]] = {
     f"{_MODELS}.t5.modeling_t5.T5LayerNorm": Kind(_norm),
     f"{_MODELS}.vit.modeling_vit.ViTMLP": Kind(_chain, "fc1 activation_fn fc2"),
 }
+
+
+def layers_of(module: Any) -> list[Any]:
+    """The linear layers whose work the function for a module includes."""
+    return [each for each in (module, *KINDS[name_of(module)].absorbed(module)) if name_of(each) in LAYERS]

@@ -43,7 +43,6 @@ class LinearLayers(Operator):
 
     name = "linear"
     options = "str[] activations, float[] slopes, float[] dropouts"
-    addend = 1
 
     def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
         """See `Operator`. On a GPU the plan of each layer decides which tensor is kept for backward."""
@@ -58,9 +57,7 @@ class LinearLayers(Operator):
     def check(self, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
         x, add, _, *parameters = operands
-        for activation, slope, p in zip(*options[:3], strict=True):
-            Activation.of(activation, slope)
-            probability("dropout", p)
+        check_options(options)
         layers = len(options[0])
         prefixes = [""] if layers == 1 else [f"layers[{i}]." for i in range(layers)]
         names = [f"{prefix}{name}" for prefix in prefixes for name in ("weight", "bias")]
@@ -109,6 +106,11 @@ class LinearLayers(Operator):
         y = outputs[0] if kinds[-1] is Saved.OUTPUT else None
         return key, *parameters[::2], x if needs[3] or count > 1 else None, *outputs[1:count], y, *zs
 
+    def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
+        """See `Operator`. The gradient of `add` is dy itself, which a registered operator may not return."""
+        dx, _, *others = super().differentiate(dys, saved, (needs[0], False, *needs[2:]), options)
+        return [dx, dys[0] if needs[1] else None, *others]
+
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`."""
         weights = saved[1 : 1 + len(options[0])]
@@ -130,6 +132,13 @@ class LinearLayers(Operator):
             layers.append(_make_layer(shape, kind, None, Activation.of(activation, slope), p, compute, name, True))
             kept.append(y if kind is Saved.OUTPUT else z)
         _descend(dy, ys, weights, kept, layers, key, (needs[0], *needs[3:]), (dx, *others))
+
+
+def check_options(options: Options) -> None:
+    """Raises `ArgumentError` or `KindError` for an unknown activation, or a slope or dropout that is not accepted."""
+    for activation, slope, p in zip(*options[:3], strict=True):
+        Activation.of(activation, slope)
+        probability("dropout", p)
 
 
 def _ascend(options: Options, x: Any, add: Any, key: Any, parameters: Tensors, buffers: Any, kept: Any) -> Any:

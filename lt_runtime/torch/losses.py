@@ -42,10 +42,9 @@ class CrossEntropy(Operator):
         logits, labels, weight = operands
         check_operands({"input": logits})
         _check_labels("target", labels, logits.shape[:-1], logits.device)
-        if weight is not None:
-            check_shape("weight", weight, (logits.shape[-1],), "one for each class of input")
-            if weight.device != logits.device:
-                raise DeviceError(f"weight is on {weight.device} but input on {logits.device}")
+        check_shape("weight", weight, (logits.shape[-1],), "one for each class of input")
+        if weight is not None and weight.device != logits.device:
+            raise DeviceError(f"weight is on {weight.device} but input on {logits.device}")
 
     def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
         """See `Operator`."""
@@ -93,17 +92,16 @@ class LinearCrossEntropy(Operator):
 
     def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
         """See `Operator`."""
-        x, (*_, is_half, needs, training) = operands[0], options
+        x, (*_, is_half, needs, _) = operands[0], options
         dtype = torch.float32 if is_half else x.dtype
         pairs = zip(operands[:3], needs, strict=True)
-        empty = x.new_empty(0, dtype=dtype)
-        made = [torch.empty_like(each, dtype=dtype) if need and training else empty.clone() for each, need in pairs]
+        made = [torch.empty_like(each, dtype=dtype) if need else x.new_empty(0, dtype=dtype) for each, need in pairs]
         return [x.new_empty((), dtype=_loss_type(x)), *made]
 
     def compute(self, operands: Tensors, options: Options) -> list[Tensor]:
         """See `Operator`."""
         x, weight, bias, labels = operands
-        ignore_index, smoothing, chunk, is_half, needs, training = options
+        ignore_index, smoothing, chunk, is_half, wanted, _ = options
         rows, classes, exact = len(x), len(weight), _loss_type(x)
         kept = labels != ignore_index
         count, labels = kept.sum(), torch.where(kept, labels, 0)
@@ -117,7 +115,7 @@ class LinearCrossEntropy(Operator):
         losses = x.new_zeros(-(-rows // chunk), dtype=exact)
         dtype = exact if is_half else x.dtype
         summed = exact if len(losses) > 1 else dtype  # the type of sums over chunks
-        empty, wanted = torch.empty_like if rows else torch.zeros_like, [need and training for need in needs]
+        empty = torch.empty_like if rows else torch.zeros_like
         dx, dw, db = [
             empty(each, dtype=kind) if want else x.new_empty(0, dtype=kind)
             for each, want, kind in zip((x, weight, bias), wanted, (dtype, summed, summed), strict=True)
@@ -126,18 +124,17 @@ class LinearCrossEntropy(Operator):
         for i, start in enumerate(range(0, rows, chunk)):
             part, z = slice(start, start + chunk), logits[: rows - start]
             linear(*placed((x[part], weight, bias)), compute=compute_of(x.dtype), out=placed([z])[0])
-            of_rows = weights[part] * len(z)  # `lt.cross_entropy` divides by the number of rows that it gets
             own = z[:, :classes]
-            _evaluate(
-                (own, labels[part], own, losses[i], None, None, of_rows), ignore_index=None, label_smoothing=smoothing
-            )
+            # `lt.cross_entropy` divides by the number of rows that it gets.
+            tensors: Any = own, labels[part], own, losses[i], None, None, weights[part] * len(z)
+            _evaluate(tensors, ignore_index=None, label_smoothing=smoothing)
             if wanted[0]:
                 _multiply(z, weight, dx[part])
             if wanted[1]:
                 _multiply(z.t(), x[part], dw, adds=i > 0)
             if wanted[2]:
                 db = z.sum(0, dtype=summed) + (db if i else 0)
-        z = own = logits = None  # frees the chunk's logits before the rounded gradients are allocated
+        z = own = tensors = logits = None  # frees the chunk's logits before the rounded gradients are allocated
         made = [each.div_(after) if is_half else each.to(dtype) for each in (dx, dw[:classes], db[:classes])]
         return [torch.where(count > 0, losses.sum() / after, math.nan), *made]
 
@@ -257,8 +254,9 @@ def linear_cross_entropy(
     x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)
     if chunk is not None and integer("chunk", chunk) < 1:
         raise ArgumentError(f"chunk is {chunk}; it must be at least 1")
-    needs = tuple([each is not None and each.requires_grad for each in (x, weight, bias)])
-    of_layer = chunk or 0, x.dtype is torch.float16, needs
+    is_training = torch.is_grad_enabled()
+    wanted = tuple([is_training and each is not None and each.requires_grad for each in (x, weight, bias)])
+    of_layer = chunk or 0, x.dtype is torch.float16, wanted
     loss = _LINEAR_CROSS_ENTROPY((x, weight, bias, labels), (*options, *of_layer))
     return loss if reduction == "mean" else _sum_of_mean(loss, labels, None, ignore_index)
 

@@ -10,8 +10,9 @@ import torch
 from lt_runtime.arguments import by_layer, check_instance
 from lt_runtime.errors import ArgumentError
 from lt_runtime.problem import Activation, ActivationName, activation_of, probability
-from lt_runtime.torch.fp8 import Precision, chain, gated_layers, set_precision
-from lt_runtime.torch.functional import layer_norm, rms_norm
+from lt_runtime.torch.fp8 import Precision, chain, set_precision
+from lt_runtime.torch.functional import GATED, LINEAR, layer_norm, rms_norm
+from lt_runtime.torch.operators import Operator
 from lt_runtime.torch.tensors import Tensor
 
 
@@ -58,18 +59,18 @@ class Linear(torch.nn.Linear):
         """y (..., out_features) for x (..., in_features) and add (..., out_features)."""
         dropout = self.dropout if self.training else 0.0
         options = (self.activation,), (self.negative_slope,), (dropout,)
-        return chain((self,), x, (self.weight, self.bias), options, add)
+        return chain(LINEAR, (self,), x, (self.weight, self.bias), options, add)
 
     def extra_repr(self) -> str:
         """The text that `repr` shows for the module's options."""
         return f"{super().extra_repr()}, activation={self.activation}, dropout={self.dropout}"
 
 
-def _chained(layers: Sequence[Linear], x: Tensor, add: Tensor = None) -> Tensor:
-    """Runs consecutive layers as one operator; a layer's backward also applies the activation's derivative below it."""
+def _chained(layers: Sequence[Linear], x: Tensor, add: Tensor, operator: Operator = LINEAR) -> Tensor:
+    """Runs layers as one operator, see `linear_layers`."""
     parameters = [each for layer in layers for each in (layer.weight, layer.bias)]
     forms = [(each.activation, each.negative_slope, each.dropout if each.training else 0.0) for each in layers]
-    return chain(layers, x, parameters, tuple(zip(*forms, strict=True)), add)
+    return chain(operator, layers, x, parameters, tuple(zip(*forms, strict=True)), add)
 
 
 class MLP(torch.nn.Sequential):
@@ -157,12 +158,9 @@ class FeedForward(torch.nn.Module):
 
     def forward(self, x: Tensor, add: Tensor = None) -> Tensor:
         """y (..., width) for x (..., width); `add` (..., width) is added to y."""
-        gate, up, down = self.gate, self.up, self.down
-        if gate is None:
-            return _chained([up, down], x, add)
-        weights, biases = (gate.weight, up.weight, down.weight), (gate.bias, up.bias, down.bias)
-        options = gate.activation, gate.negative_slope, up.dropout if self.training else 0.0
-        return gated_layers((gate, up, down), x, (*weights, *biases), options, add)
+        if self.gate is None:
+            return _chained([self.up, self.down], x, add)
+        return _chained([self.gate, self.up, self.down], x, add, GATED)
 
 
 class _Norm(torch.nn.Module):

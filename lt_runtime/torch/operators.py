@@ -40,23 +40,20 @@ class Operator(ABC):
             backward it is False if results may be written over the saved tensors: the caller did not get these, and
             autograd frees them.
         visible: how many of the first outputs the caller gets; the others are kept for backward.
-        addend: index of an operand that is added to the output; None without one. Its gradient is dy itself, which the
-            registered operator may not return.
     """
 
     name: str
     options: str
     visible: int = 1
-    addend: int | None = None
 
     def __init__(self) -> None:
         options = f"{self.options}, bool training"
         forward = f"{self.name}_fwd(Tensor?[] operands, {options}) -> Tensor[]"
         backward = f"{self.name}_bwd(Tensor?[] gradients, Tensor?[] saved, bool[] needs, {options}) -> Tensor[]"
-        self._forward = _define(forward, 1, self.run, self._fake)
-        self._backward = _define(backward, 3, self.run_backward, self.gradients)
+        self._forward: Callable[..., list[Tensor]] = _define(forward, 1, self.run, self._fake)
+        self._backward: Callable[..., list[Tensor]] = _define(backward, 3, self.run_backward, self.gradients)
         LIBRARY.impl(f"{self.name}_fwd", self._traced, "Autograd")
-        self._apply = applied(_Differentiable, self.name)
+        self._apply: Callable[..., Tensors] = applied(_Differentiable, self.name)
 
     @abstractmethod
     def check(self, operands: Tensors, options: Options) -> None:
@@ -80,9 +77,9 @@ class Operator(ABC):
         """Chooses the tensors that backward reads. `needs` says which operands need a gradient."""
         return operands
 
+    @abstractmethod
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Makes the gradients of the operands, uninitialised; None for operands that need none."""
-        return [torch.empty_like(each) if need else None for each, need in zip(saved, needs, strict=True)]
 
     def compute_gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Computes the gradients of the operands; None for operands that need none.
@@ -114,7 +111,7 @@ class Operator(ABC):
             training = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
             outputs = self.eager(operands, options, training=training)
         else:
-            if operands[0] is None or not all(each is None or _is_dense(each) for each in operands):
+            if operands[0] is None or not all(map(_is_dense, operands)):
                 self.check(operands, (*options, False))
             needed = [each is not None and each.requires_grad for each in operands]
             outputs = self._forward([*operands], *options, torch.is_grad_enabled() and True in needed)
@@ -123,8 +120,7 @@ class Operator(ABC):
     def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
         """Computes all outputs without the dispatcher; `training` says whether a gradient will be computed."""
         options = (*options, training)
-        outputs: Tensors = self._apply(self, self.run, options, *operands) if training else self.run(operands, options)
-        return outputs
+        return self._apply(self, self.run, options, *operands) if training else self.run(operands, options)
 
     def run(self, operands: Tensors, options: Options) -> list[Tensor]:
         """Computes all outputs without the dispatcher."""
@@ -153,15 +149,10 @@ class Operator(ABC):
 
     def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """The gradients of all operands, None where there is none."""
-        asked = [need and i != self.addend for i, need in enumerate(needs)]
         if is_eager((*dys, *saved)):
-            made = self.run_backward(dys, saved, asked, options)
-        else:
-            found = iter(self._backward([*dys], [*saved], asked, *options[:-1], True))
-            made = [next(found) if each else None for each in asked]
-        if self.addend is not None and needs[self.addend]:
-            made[self.addend] = dys[0]
-        return made
+            return self.run_backward(dys, saved, needs, options)
+        found = iter(self._backward([*dys], [*saved], [*needs], *options[:-1], True))
+        return [next(found) if need else None for need in needs]
 
     def _traced(self, operands: Tensors, *options: Any) -> list[Tensor]:
         """The function that PyTorch's dispatcher calls for the key Autograd: it records a node in autograd's graph."""
@@ -171,12 +162,11 @@ class Operator(ABC):
 
     def _below_autograd(self, operands: Tensors, options: Options) -> list[Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
-            made: list[Tensor] = self._forward([*operands], *options)
-        return made
+            return self._forward([*operands], *options)
 
 
-def _define(schema: str, leading: int, run: Any, make: Any) -> Callable[..., Any]:
-    """Defines an operator of the dispatcher.
+def _define(schema: str, leading: int, run: Any, make: Any) -> Any:
+    """Defines an operator of the dispatcher, and returns it.
 
     Args:
         leading: the number of arguments before the options, which become one tuple.
@@ -194,8 +184,7 @@ def _define(schema: str, leading: int, run: Any, make: Any) -> Callable[..., Any
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(name, over_options(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"lt_runtime::{name}", over_options(make), lib=LIBRARY)
-    overload: Callable[..., Any] = getattr(torch.ops.lt_runtime, name).default
-    return overload
+    return getattr(torch.ops.lt_runtime, name).default
 
 
 class _Differentiable(torch.autograd.Function):
@@ -226,14 +215,13 @@ class _Differentiable(torch.autograd.Function):
         return None, None, None, *operator.differentiate(dys, ctx.saved_tensors, needs, (*ctx.options, keeps))
 
 
-def applied(function: Any, name: str) -> Callable[..., Any]:
+def applied(function: Any, name: str) -> Any:
     """The `apply` of an autograd function, which profilers show under the given name.
 
     This `apply` skips PyTorch's search for tensors of `torch.func`, which takes 5 µs; it can, because `is_eager`
     refuses them.
     """
-    apply: Callable[..., Any] = super(torch.autograd.Function, type(f"lt_runtime::{name}", (function,), {})).apply
-    return apply
+    return super(torch.autograd.Function, type(f"lt_runtime::{name}", (function,), {})).apply
 
 
 class _Thread(threading.local):
@@ -292,7 +280,7 @@ def is_eager(tensors: Tensors) -> bool:
 
 
 def _is_dense(operand: Any) -> bool:
-    return isinstance(operand, torch.Tensor) and operand.layout is torch.strided
+    return operand is None or (isinstance(operand, torch.Tensor) and operand.layout is torch.strided)
 
 
 def _hashable(options: Sequence[Any]) -> Options:

@@ -11,10 +11,9 @@ from typing import Final
 
 import torch
 
-from lt_runtime.ops.linear import linear
-from lt_runtime.torch.linear import LinearLayers, compute_of, plain_backward
+from lt_runtime.torch.linear import LinearLayers
 from lt_runtime.torch.operators import Needs, Operator, Options
-from lt_runtime.torch.tensors import Tensor, Tensors, placed
+from lt_runtime.torch.tensors import Tensor, Tensors
 
 _MULTIPLE: Final = 8
 _LEAST: Final = 4096
@@ -35,30 +34,15 @@ class PaddedLinear(LinearLayers):
 
     def fill(self, outputs: Tensors, operands: Tensors, options: Options) -> None:
         """See `Operator`."""
-        x, _, _, weight, bias = operands
-        x, weight, bias, y = placed((x, whole_rows(weight), whole_rows(bias), _widened(outputs[0])))
-        linear(x, weight, bias, compute=compute_of(operands[0].dtype), out=y)
+        *others, weight, bias = operands
+        super().fill([_widened(outputs[0])], (*others, whole_rows(weight), whole_rows(bias)), options)
 
-    def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
-        """See `Operator`: x and weight."""
-        return operands[0], operands[3]
-
-    def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
+    def compute_gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`. The gradients of weight and bias are the first rows of larger tensors."""
-        (x, weight), larger = saved, columns_of(len(saved[1]))
-        dx, shapes = torch.empty_like(x) if needs[0] else None, ((larger, weight.shape[1]), (larger,))
-        pairs = zip(shapes, needs[3:], strict=True)
-        return [dx, None, None, *[weight.new_empty(shape)[: len(weight)] if need else None for shape, need in pairs]]
-
-    def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
-        """See `Operator`."""
-        dx, _, _, *others = made
-        larger = [
-            each if each is None else each.as_strided((columns_of(len(each)), *each.shape[1:]), each.stride())
-            for each in others
-        ]
-        dy, x, weight, *outs = placed((_with_zeros(dys[0]), saved[0], whole_rows(saved[1]), dx, *larger))
-        plain_backward(dy, x, weight, outs)
+        key, weight, *others = saved
+        whole = key, whole_rows(weight), *others
+        dx, _, _, *larger = super().compute_gradients([_with_zeros(dys[0])], whole, needs, options)
+        return [dx, None, None, *[each if each is None else each[: len(weight)] for each in larger]]
 
 
 def is_ragged(x: Tensor, weight: Tensor) -> bool:
@@ -85,9 +69,7 @@ def padded(like: Tensor, shape: tuple[int, ...]) -> Tensor:
 def padded_like(tensor: Tensor) -> Tensor:
     """An uninitialised tensor of the shape of `tensor`, with padded rows if `tensor` has padded rows."""
     *_, count = tensor.shape
-    is_padded = (
-        count % _MULTIPLE and tensor.dim() > 1 and tensor.stride(-1) == 1 and tensor.stride(-2) == columns_of(count)
-    )
+    is_padded = count % _MULTIPLE and tensor.stride()[-2:] == (columns_of(count), 1)
     return padded(tensor, tensor.shape) if is_padded else torch.empty_like(tensor)
 
 

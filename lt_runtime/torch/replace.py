@@ -11,7 +11,6 @@ import functools
 import re
 import statistics
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from lt_runtime.gpu.devices import check_fp8
 from lt_runtime.nn.linear import scales_of
 from lt_runtime.tables import rendered, table
 from lt_runtime.torch.fp8 import Precision, set_precision
-from lt_runtime.torch.kinds import KINDS, full_name, name_of, sequence, unusual
+from lt_runtime.torch.kinds import KINDS, full_name, layers_of, name_of, sequence, unusual
 from lt_runtime.torch.losses import cross_entropy
 from lt_runtime.torch.tensors import DTYPES, Tensor
 
@@ -98,7 +97,7 @@ class _Replaced:
 
 def _empty(base: type) -> Any:
     """Makes a module of the subclass for `base` without attributes, which `copy` and `pickle` then set."""
-    made: Any = _class_of(base)
+    made = _class_of(base)
     return made.__new__(made)
 
 
@@ -161,10 +160,9 @@ def replace(model: Any, example_inputs: Any = None, *, precision: Precision = No
         if not why or (kind and kind.read is not sequence) or [*module.parameters(recurse=False)]:
             entries[name] = entry
     for module in chosen:
-        own: Any = type(module)
-        for layer in _layers_of(module) if precision else ():
+        for layer in layers_of(module) if precision else ():
             set_precision(layer, precision)
-        module.__class__ = _class_of(own)
+        module.__class__ = _class_of(module.__class__)
     for name, module in model.named_modules():
         loss_name = getattr(getattr(module, "loss_function", None), "__name__", "")
         if type(module).__name__.endswith(("ForCausalLM", "LMHeadModel")) and loss_name in _LOSSES:
@@ -186,7 +184,7 @@ def restore(model: Any) -> None:
         if "replaces" not in vars(type(module)):
             raise ArgumentError(f"{name or 'model'} is a {type(module).__name__} now; undo that before ltt.restore")
     for _, module in replaced:
-        for layer in _layers_of(module):
+        for layer in layers_of(module):
             if "scales" in vars(layer):
                 layer.scales = None
         module.__class__ = module.replaces
@@ -223,11 +221,6 @@ def _why_not(module: Any) -> str:
     return unusual(module) or why
 
 
-def _layers_of(module: Any) -> list[Any]:
-    """The linear layers whose work the replacement of a module includes."""
-    return KINDS[name_of(module)].layers(module)
-
-
 def _decided(
     name: str, module: Any, why_not: str, inputs: Any, races: dict[Any, tuple[float, float]], precision: Precision
 ) -> Replacement:
@@ -250,10 +243,10 @@ def _inputs_of(model: Any, sites: Iterable[Any], example_inputs: Any) -> dict[An
     """For each module, tensors like those of its first call in a run on the example inputs, without their values."""
     met: dict[Any, list[Tensor]] = {}
     devices = {each.device for each in model.parameters() if each.is_cuda}
-    with contextlib.ExitStack() as restored:
+    with contextlib.ExitStack() as restored, torch.random.fork_rng(devices=devices), torch.no_grad():
         for each in sites:
             kind = KINDS[name_of(each)]
-            first = each if kind.method == "forward" else attrgetter(kind.parts.split()[0])(each)
+            first = each if kind.method == "forward" else kind.parts_of(each)[0]
 
             def note(_: Any, arguments: Any, module: Any = each) -> None:
                 # An expanded tensor of one element has the shape, but takes no memory.
@@ -263,8 +256,6 @@ def _inputs_of(model: Any, sites: Iterable[Any], example_inputs: Any) -> dict[An
             restored.enter_context(first.register_forward_pre_hook(note))
         for each in model.modules():
             restored.callback(setattr, each, "training", each.training)
-        restored.enter_context(torch.random.fork_rng(devices=devices))
-        restored.enter_context(torch.no_grad())
         model.eval()
         if isinstance(example_inputs, Mapping):
             model(**example_inputs)
@@ -275,17 +266,16 @@ def _inputs_of(model: Any, sites: Iterable[Any], example_inputs: Any) -> dict[An
 
 def _race(module: Any, inputs: list[Tensor], precision: Precision) -> tuple[float, float]:
     """Microseconds of forward and backward by PyTorch and by the package: medians over alternating rounds."""
-    own: Any = type(module)
+    own = module.__class__
     times: dict[Any, list[float]] = {own: [], _class_of(own): []}
-    with contextlib.ExitStack() as restored:
-        restored.enter_context(torch.cuda.device_of(inputs[0]))
+    generators = torch.random.fork_rng(devices=[inputs[0].device])
+    with torch.cuda.device_of(inputs[0]), generators, contextlib.ExitStack() as restored:
         restored.callback(setattr, module, "__class__", own)
-        for layer in _layers_of(module):
+        for layer in layers_of(module):
             layer.scales = scales_of(precision)
             restored.callback(vars(layer).pop, "scales")
         for each in module.buffers():  # buffers, such as BatchNorm's averages, are restored after the measurement
             restored.callback(each.copy_, each.clone())
-        restored.enter_context(torch.random.fork_rng(devices=[inputs[0].device]))
         arguments = [torch.randn_like(each, requires_grad=True) for each in inputs]
         leaves = [*arguments, *[each for each in module.parameters() if each.requires_grad]]
         for round_ in range(_ROUNDS + 1):
@@ -306,5 +296,4 @@ def _microseconds(function: Any, arguments: list[Tensor], leaves: list[Tensor]) 
         torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)
     end.record()
     end.synchronize()
-    elapsed: float = begin.elapsed_time(end)
-    return 1000 * elapsed / _REPEATS
+    return float(1000 * begin.elapsed_time(end) / _REPEATS)

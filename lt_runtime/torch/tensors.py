@@ -90,15 +90,15 @@ def as_numpy(tensor: Tensor) -> Any:
 
 
 def as_tensor(array: Any) -> Tensor:
-    """Converts an operation's result to a tensor, which shares the memory of a NumPy array."""
-    if isinstance(array, torch.Tensor):
+    """Converts an operation's result to a tensor, which shares the memory of a NumPy array; None stays None."""
+    if array is None or isinstance(array, torch.Tensor):
         return array
     return torch.from_numpy(array.view(f"i{array.itemsize}")).view(getattr(torch, array.dtype.name))
 
 
 def as_tensors(arrays: Sequence[Any]) -> list[Tensor]:
-    """Converts an operation's results to tensors; None stays None."""
-    return [each if each is None or isinstance(each, torch.Tensor) else as_tensor(each) for each in arrays]
+    """Converts each of an operation's results by `as_tensor`."""
+    return [*map(as_tensor, arrays)]
 
 
 def placed(tensors: Tensors) -> list[Any]:

@@ -53,10 +53,9 @@ class _Model:
 
     def rehearse(self, x: tuple[Any, ...]) -> list[Tunable]:
         """Runs the model forward and backward; returns the layers and products that ran."""
-        with contextlib.ExitStack() as restored:
+        with torch.random.fork_rng(devices=[self.device]), contextlib.ExitStack() as restored:
             for each in self._model.buffers():
                 restored.callback(each.copy_, each.clone())
-            restored.enter_context(torch.random.fork_rng(devices=[self.device]))
             with torch.cuda.device(self.device), torch.enable_grad(), not_tuning(), Met(all_threads=True) as met:
                 made = pytree.tree_leaves(self._model(*x, **self._keywords))
                 outputs = [each for each in made if isinstance(each, torch.Tensor) and each.requires_grad]

@@ -160,12 +160,12 @@ class Bucket:
             params.growth_factor, params.backoff_factor, params.growth_interval = 1.0, 1.0, 1
             params.growth_tracker = start + (self.words.numel() - 1) * size
             stochastic = any("master" not in s and p.dtype is torch.bfloat16 for p, s in self.states.items())
-            options: Any = {"rule": rule, "moments": self.moments, "stochastic": stochastic}
+            macros = kernels.update_macros(rule, self.moments, stochastic=stochastic)
             if in_fp8:
-                macros, both = kernels.update_macros(**options), kernels.UPDATE_FP8.params(params)
+                both = kernels.UPDATE_FP8.params(params)
                 made = kernels.launches_by_row(kernels.UPDATE_FP8, both, rows, device, macros)
             else:
-                macros, params.tickets = kernels.update_macros(**options), start + len(_STATE) * size
+                params.tickets = start + len(_STATE) * size
                 made = Launches(kernels.UPDATE, macros, device, kernels.update_tiling(rows), params)
             remember(self._launches, key, made)
         return self._launches[key]

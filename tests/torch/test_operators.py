@@ -177,9 +177,8 @@ def test_the_other_operators_keep_the_dispatcher_s_rules_too() -> None:
     ops = torch.ops.lt_runtime
     x, gate, up, down, weight, bias, add = leaves_of(*[(4, 4)] * 4, (4,), (4,), (4, 4), dtype=torch.float32)
     key = torch.ones(1, dtype=torch.int32)
-    torch.library.opcheck(
-        ops.gated_fwd.default, ([x, add, key, gate, up, down, None, bias, bias], "silu", 0.01, 0.5, True)
-    )
+    options = ["silu", "none", "none"], [0.01] * 3, [0.0, 0.5, 0.0]
+    torch.library.opcheck(ops.gated_fwd.default, ([x, add, key, gate, None, up, bias, down, bias], *options, True))
     torch.library.opcheck(ops.layer_norm_add_fwd.default, ([x, add, weight, bias], 1e-5, True))
     torch.library.opcheck(ops.rms_norm_fwd.default, ([x, None, weight, None], 1e-5, True))
     torch.library.opcheck(ops.dropout_fwd.default, ([x, key], 0.5, True))

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Self
 
 from lt_runtime import ranges
 from lt_runtime.arrays.operand import HOST, device_of, library_of
@@ -31,6 +31,12 @@ class Candidate(NamedTuple):
     has_bias: bool
     activation: Any
     compute: Any
+
+    @classmethod
+    def of(cls, state: FP8State | None, w: Any, bias: Any, activation: Any, compute: Any) -> Self:
+        """The inputs for a layer's arrays. N and K are 0 if w is no matrix, which the layer itself refuses."""
+        outputs, inputs = w.shape if len(getattr(w, "shape", ())) == 2 else (0, 0)
+        return cls(state, outputs, inputs, bias is not None, activation, compute)
 
 
 def choose(x: Any, layers: Sequence[Candidate], *, stream: Any = None) -> None:

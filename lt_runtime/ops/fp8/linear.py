@@ -242,9 +242,7 @@ def forward(state: FP8State, given: LinearCall) -> tuple[Any, LinearContext]:
     """
     check_instance("precision", state, FP8State, "None or an lt.FP8State")
     (x, w, bias, *_), (activation, _, _, compute, *_) = given.arrays, given.options
-    outputs, inputs = w.shape if len(getattr(w, "shape", ())) == 2 else (0, 0)
-    candidate = Candidate(state, outputs, inputs, bias is not None, activation, compute)
-    choose(x, [candidate], stream=given.stream)
+    choose(x, [Candidate.of(state, w, bias, activation, compute)], stream=given.stream)
     y, context, _ = forward_of_several(state, None, given)
     return y, context
 
