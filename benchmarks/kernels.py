@@ -524,6 +524,7 @@ CASES: Final[Sequence[Case]] = (
     elementwise_loss("bce_with_logits", 8192, 4096),
     elementwise_loss("bce_with_logits", 8192, 4096, weighted=True),
     *(inference(rows, *layer) for layer in ((14336, 4096), (4096, 14336)) for rows in (1, 16, 64, 128)),
+    inference(24, 28672, 8192),
 )
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,6 +42,8 @@ _LAUNCHES_US: Final = 40.0  # Some dozens of kernels take at least this long (µ
 # Bytes that an update moves for a parameter: gradient and copy in BF16; master and moments in FP32, read and written.
 _OPTIMIZER_BYTES: Final = 28
 _BATCHES: Final = 4  # This many different batches are used in rotation.
+_SEED: Final = 38
+_DRAWN: Final = 8  # number of cases that are drawn at random
 _LEAST_STEPS: Final = 50  # A turn of prefetched training has at least this many steps.
 
 
@@ -135,12 +138,31 @@ def _case(preset: str, kind: str, loss: str, *, master: bool = True) -> StepCase
     return StepCase(preset, kind, shape["rows"], tuple(shape["dims"]), shape["activation"], loss, master)
 
 
+def _small(kind: str, rows: int, *dims: int) -> StepCase:
+    """A step of a small net: a classifier in TF32, a regression in BF16."""
+    loss = "mse" if kind == "bf16" else "cross_entropy"
+    return StepCase(f"{'-'.join(map(str, dims))} batch {rows}", kind, rows, dims, "relu", loss)
+
+
+def _drawn() -> list[StepCase]:
+    """Steps of 2 to 4 layers of any widths up to 640 and 128 to 4,096 rows, which the seed alone decides."""
+    generator, found = random.Random(_SEED), list[StepCase]()
+    for kind in ("bf16", "tf32") * (_DRAWN // 2):
+        hidden = [generator.randint(129, 640) for _ in range(generator.randint(1, 3))]
+        dims = generator.randint(16, 800), *hidden, generator.randint(1, 32)
+        found.append(_small(kind, generator.randint(128, 4096), *dims))
+    return found
+
+
 CASES: Final = (
     _case("mnist", "tf32", "cross_entropy"),
     _case("mnist", "bf16", "cross_entropy"),
     _case("gpt2-mlp-x2", "bf16", "mse", master=False),
     _case("dlrm-top", "bf16", "mse", master=False),
     _case("llama-width", "bf16", "mse", master=False),
+    _small("bf16", 4096, 376, 256, 256, 17),
+    _small("tf32", 1000, 200, 512, 512, 512, 5),
+    *_drawn(),
 )
 
 

@@ -22,6 +22,9 @@ JUDGE: Final = "judge"
 _SEED: Final = 2026
 _SHAPES: Final = 16  # Number of shapes in each stratum.
 _MOST_MULTIPLICATIONS: Final = 1 << 35  # Upper limit of M·N·K, so that the suite takes minutes.
+_APART: Final = "apart"  # the half of the shape that was not drawn
+_SLOW: Final = 16384, 100, 700
+"""A shape that was not drawn; untuned plans were slower than PyTorch's for it."""
 _PEERS: Final = ("torch_graph", TORCH_COMPILE, MAX_AUTOTUNE)
 
 Shape = tuple[int, int, int]
@@ -73,12 +76,13 @@ def shapes(stratum: str) -> list[Shape]:
 
 def blocks() -> list[Block]:
     """Every shape in BF16 with GELU, and the odd shapes in TF32 as well. A block's group names its stratum and half."""
-    return [
+    drawn = [
         Block(f"{stratum} {FIT if 2 * number < _SHAPES else JUDGE}", *shape, kind, "gelu")
         for stratum in STRATA
         for number, shape in enumerate(shapes(stratum))
         for kind in (("bf16", "tf32") if stratum == "odd" else ("bf16",))
     ]
+    return [*drawn, *(Block(f"odd {_APART}", *_SLOW, kind, "gelu") for kind in ("bf16", "tf32"))]
 
 
 def measure(block: Block, options: argparse.Namespace, stream: Any) -> Row:

@@ -25,9 +25,10 @@ def test_there_are_64_shapes_half_of_them_for_judging() -> None:
     for stratum in STRATA:
         for kind in ("bf16", "tf32") if stratum == "odd" else ("bf16",):
             found = [each for each in wide.blocks() if each.group.startswith(f"{stratum} ") and each.kind == kind]
-            assert [each.layer for each in found] == shapes(stratum)
-            assert [each.group.split()[1] for each in found] == [FIT] * 8 + [JUDGE] * 8
-    assert len({*SUITE.order}) == len(wide.blocks()) == 80
+            assert [each.layer for each in found[:16]] == shapes(stratum)
+            assert [each.group.split()[1] for each in found[:16]] == [FIT] * 8 + [JUDGE] * 8
+            assert len(found) == 16 + (stratum == "odd")  # and a shape that was not drawn
+    assert len({*SUITE.order}) == len(wide.blocks()) == 82
 
 
 def test_findings() -> None:
