@@ -17,6 +17,7 @@ import cupy as cp
 import lt_runtime as lt
 from benchmarks.splits import DEVICE, chain_of
 from benchmarks.timing import timed
+from lt_runtime.fp8 import Prologue
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.graphs import Graph
@@ -25,7 +26,7 @@ from lt_runtime.gpu.streams import private_stream
 from lt_runtime.kernels.call import Call as KernelCall
 from lt_runtime.kernels.call import DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
-from lt_runtime.kernels.fp8 import CastGatedPass, CastGradientPass, CastPass
+from lt_runtime.kernels.fp8 import CastGatedPass, CastPass
 from lt_runtime.layout import Layout, Order, packed
 from lt_runtime.nn import narrow
 from lt_runtime.ops.fp8.state import arrays_of
@@ -107,10 +108,10 @@ def fp8_pass(shape: tuple[int, int], *, backward: bool) -> Callable[..., None]:
     spec, turned = Spec(packed(rows, cols)), Spec(packed(cols, rows))
     scale, amax, sums = cp.ones(1, cp.float32), cp.zeros(1, cp.float32), cp.empty(cols, bf16.numpy)
     if not backward:
-        cast = CastPass(bf16, "float8_e4m3fn", spec, spec, turned, DEVICE, activation)
+        cast = CastPass(bf16, "float8_e4m3fn", spec, spec, turned, DEVICE, Prologue(activation))
         return _launching(cast, lambda z, out, transposed: (z, scale.data.ptr, out, transposed, amax.data.ptr))
     derivative = Derivative(activation, Saved.PREACTIVATION, spec, 256)
-    cast_gradient = CastGradientPass(bf16, "float8_e5m2", derivative, spec, None, turned, DEVICE)
+    cast_gradient = CastPass(bf16, "float8_e5m2", spec, None, turned, DEVICE, derivative)
     partial = cp.empty(cast_gradient.partial_bytes, cp.uint8)
 
     def addresses(z: int, dy: int, transposed: int) -> tuple[int, ...]:
@@ -146,7 +147,7 @@ def gated_fp8_pass(shape: tuple[int, int], *, backward: bool) -> Callable[..., N
         made = CastGatedPass("float8_e5m2", silu, False, spec, DEVICE)
         return _launching(made, lambda h, dy, *out, _held=(scale, amax): (dy, h, *out, *words, *words))
     gate, turned = Spec(Layout(rows, cols, Order.ROW, 2 * cols)), Spec(packed(cols, rows))
-    cast = CastPass(DType.BFLOAT16, "float8_e4m3fn", gate, spec, turned, DEVICE, silu, gated=True)
+    cast = CastPass(DType.BFLOAT16, "float8_e4m3fn", gate, spec, turned, DEVICE, Prologue(silu, gated=True))
     return _launching(cast, lambda h, *out, _held=(scale, amax): (h, words[0], *out, words[1]))
 
 

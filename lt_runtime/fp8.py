@@ -88,30 +88,6 @@ class FP8:
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
-    """A layer's FP8 recipe, how a call gets the layer's tensors in FP8, and which of them forward keeps or returns.
-
-    Attributes:
-        calibrates: whether the call computes the tensors' scales before it casts the tensors.
-        has_w8: whether forward is given the weight in FP8.
-        has_x8: whether forward is given the inputs in FP8, of another layer that reads the same x.
-        has_dy8: whether backward is given dy in FP8.
-        needs_dx, needs_dw: which gradients backward will compute: forward keeps the transpose of w in FP8 for dx, that
-            of x for dw.
-        returns_x8: whether forward returns x in FP8 as well, for another layer that reads the same x.
-    """
-
-    recipe: FP8
-    calibrates: bool
-    has_w8: bool = False
-    has_x8: bool = False
-    has_dy8: bool = False
-    needs_dx: bool = True
-    needs_dw: bool = True
-    returns_x8: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Prologue:
     """The activation and dropout of the layer below, which a layer's cast of its inputs x applies before it casts.
 
@@ -129,16 +105,44 @@ class Prologue:
 
 
 @dataclass(frozen=True, slots=True)
+class Precision:
+    """A layer's FP8 recipe, how a call gets the layer's tensors in FP8, and which of them forward keeps or returns.
+
+    Attributes:
+        calibrates: whether the call computes the tensors' scales before it casts the tensors.
+        prologue: the function that forward's cast of x applies; None for the identity.
+        defers: whether forward leaves activation and dropout to the prologue of the next layer; y is then the
+            pre-activation.
+        has_w8: whether forward is given the weight in FP8.
+        has_x8: whether forward is given the inputs in FP8, of another layer that reads the same x.
+        needs_dx, needs_dw: which gradients backward will compute: forward keeps the transpose of w in FP8 for dx, that
+            of x for dw.
+        returns_x8: whether forward returns x in FP8 as well, for another layer that reads the same x.
+        has_dy8: whether backward is given dy in FP8.
+    """
+
+    recipe: FP8
+    calibrates: bool
+    prologue: Prologue | None = None
+    defers: bool = False
+    has_w8: bool = False
+    has_x8: bool = False
+    needs_dx: bool = True
+    needs_dw: bool = True
+    returns_x8: bool = False
+    has_dy8: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Fp8Problem:
     """A layer's forward or backward pass in FP8. The plan cache has plans for its products, none for the pass itself.
 
     Attributes:
-        prologue: the function that the cast of x applies; for a forward pass only.
+        layer: the pass that is computed; without activation and dropout if `precision.defers`.
     """
 
     layer: ForwardProblem | BackwardProblem
     precision: Precision
-    prologue: Prologue = Prologue()
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from lt_runtime.fp8 import Prologue
 from lt_runtime.gpu.compiler import Macros
 from lt_runtime.gpu.devices import check_fp8
 from lt_runtime.gpu.driver import call as driver_call
@@ -19,7 +20,7 @@ from lt_runtime.problem import Activation, Derivative, DType, Saved, Spec
 CAST_FP8: Final = Entry("cast_fp8", "cast_fp8.cu")
 LOSS_FP8: Final = Entry("loss_fp8", "loss_fp8.cu")
 FP8_SCALES: Final = Entry("fp8_scales", "fp8_scales.cu")
-_IDENTITY: Final = Activation()
+_IDENTITY: Final = Prologue()
 MOST_LAYERS: Final = 32
 """The largest number of layers whose scales one `ScalesPass` computes; `kMostLayers` in fp8_scales.cu."""
 _LEAST_SCALE: Final = 1 << 23  # Bits of 2^-126, the least 1 / scale; a row of zeros has it.
@@ -34,18 +35,15 @@ class Fp8Output(Struct):
         """The struct for a matrix of the given layout, with addresses 0, which `point_at` sets."""
         return cls(Matrix.of(out), Matrix.of(transposed), rows=layout.rows, cols=layout.cols)
 
-    def point_at(
-        self, scale: int, out: int, transposed: int, amax: int, row_scales: int = 0, col_scales: int = 0
-    ) -> None:
+    def point_at(self, scale: int, out: int, transposed: int, amax: int) -> None:
         """Sets the device addresses. Scale 0 means a factor of 1; address 0 means that the result is absent."""
         self.scale, self.out.data, self.transposed.data, self.amax = scale, out, transposed, amax
-        self.row_scales, self.col_scales = row_scales, col_scales
 
 
 def cast_macros(
     scalar: DType,
     dtype: str,
-    activation: Activation = _IDENTITY,
+    activation: Activation = _IDENTITY.activation,
     *,
     dropout: bool = False,
     backward: bool = False,
@@ -64,14 +62,22 @@ def cast_macros(
 
 
 class CastPass:
-    """Computes out = y · scale in FP8, and its transpose, where y = dropout(act(x)); amax = max(amax, max |y|).
+    """Computes out = y · scale in FP8, and its transpose, where y = function(x); amax = max(amax, max |y|).
 
-    With a gate, an activation or dropout, x must be BF16, and `moves_tiles` must return True for the layouts.
+    With a `Prologue` y = dropout(act(x)). With a `Derivative` x is dy, and y = dz = dropout'(dy) · act'(saved); the
+    pass then also computes the bias gradient, the FP32 sum of dz before the cast, which is rounded once. With another
+    function than the identity, x must be BF16, and `moves_tiles` must return True for the layouts of all matrices.
 
     Args:
         dtype: name of the FP8 type, see `FP8_TYPES`.
         out, transposed: specs of the results; None for an absent one.
-        gated: whether y = dropout(act(x) · value), where the value's columns follow those of x in each row of memory.
+        function: a gated prologue computes dropout(act(x) · value), where the value's columns follow those of x in
+            each row of memory. A derivative reads the pre-activation or nothing; its `db` is None without a bias
+            gradient.
+        accumulate: whether the bias gradient is added to the present values of its buffer.
+
+    Attributes:
+        partial_bytes: bytes of scratch memory for the bias gradient's partial sums.
 
     Raises:
         GpuError: the GPU has no instructions for FP8.
@@ -87,38 +93,59 @@ class CastPass:
         out: Spec | None,
         transposed: Spec | None,
         device: int,
-        activation: Activation = _IDENTITY,
+        function: Prologue | Derivative = _IDENTITY,
         *,
-        dropout: bool = False,
-        gated: bool = False,
+        accumulate: bool = False,
     ) -> None:
         check_fp8(device)
         # The kernel's fast path reads rows: a column-major matrix is read as its transpose, whose results swap.
-        self._swaps = x.layout.order is Order.COLUMN and activation == _IDENTITY and not (dropout or gated)
+        self._swaps = x.layout.order is Order.COLUMN and function == _IDENTITY
         if self._swaps:
             x, out, transposed = x.transposed, transposed, out
         self._writes = out is not None, transposed is not None
-        aligned = moves_tiles((scalar, x), out=out, transposed=transposed)
-        macros = cast_macros(scalar, dtype, activation, dropout=dropout, gated=gated, aligned=aligned)
-        params = CAST_FP8.params(x=Matrix.of(x), fp8=Fp8Output.of(x.layout, out, transposed))
-        params.value, params.slope = Matrix.of(x if gated else None), activation.negative_slope
-        self._to_value = x.layout.cols * scalar.itemsize if gated else None
-        self._launches = Launches(CAST_FP8, macros, device, square_tiles(x.layout), params)
+        derivative = function if isinstance(function, Derivative) else None
+        gated = isinstance(function, Prologue) and function.gated
+        assert derivative is None or derivative.saved in (Saved.NOTHING, Saved.PREACTIVATION), derivative
+        saved = None if derivative is None else derivative.saved_spec
+        reads = [(scalar, each) for each in (x, saved) if each is not None]
+        macros = cast_macros(
+            scalar,
+            dtype,
+            function.activation,
+            dropout=function.dropout > 0,
+            backward=derivative is not None,
+            saved=saved is not None,
+            gated=gated,
+            aligned=moves_tiles(*reads, out=out, transposed=transposed),
+        )
+        tiling = square_tiles(x.layout, sums=derivative is not None)
+        has_partial = derivative is not None and derivative.db is not None and tiling.grid[1] > 1
+        self.partial_bytes = tiling.sums_bytes if has_partial else 0
+        matrices = map(Matrix.of, (x, saved, x if gated else None))
+        params = CAST_FP8.params(*matrices, Fp8Output.of(x.layout, out, transposed))
+        params.slope, params.db.accumulate = function.activation.negative_slope, accumulate
+        self._derives, self._to_value = derivative is not None, x.layout.cols * scalar.itemsize if gated else None
+        self._launches = Launches(CAST_FP8, macros, device, tiling, params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: holds the addresses of x, scale, out, transposed and amax; further ones are not read. Its first
-                dropout applies to y.
+            call: holds the addresses of x, scale, out, transposed, amax, and for a derivative those of the saved
+                tensor, the bias gradient (0 for an absent one), and `partial_bytes`. The pass uses only the operands
+                that it was made with. Its first dropout is the function's.
         """
         params, launch = self._launches[memory.stream]
-        params.x.data, scale, out, transposed, amax, *_ = call.addresses
+        params.x.data, scale, out, transposed, amax, *of_derivative = call.addresses
         if self._swaps:
             out, transposed = transposed, out
         params.fp8.point_at(scale, out * self._writes[0], transposed * self._writes[1], amax)
         if self._to_value is not None:
             params.value.data = call.addresses[0] + self._to_value
+        if self._derives:
+            sums = params.db
+            params.saved.data, sums.sum, sums.partial = of_derivative
+            sums.tickets = memory.tickets
         if call.dropouts[0] is not None:
             params.dropout = call.dropouts[0].block()
         launch()
@@ -159,80 +186,9 @@ class CastRowsPass:
                 driver_call("cuMemsetD32Async", address, _LEAST_SCALE, length, memory.stream)
         for launches, written in ((self._finds, (0, 0)), (self._casts, (out, transposed))):
             params, launch = launches[memory.stream]
-            params.x.data = x
-            params.fp8.point_at(0, *written, 0, *scales)
+            fp8, params.x.data = params.fp8, x
+            fp8.out.data, fp8.transposed.data, fp8.row_scales, fp8.col_scales = *written, *scales
             launch()
-
-
-class CastGradientPass:
-    """Computes out = dz · scale in FP8, its transpose, and the bias gradient, where dz = dropout'(dy) · act'(saved).
-
-    The pass also computes amax = max(amax, max |dz|). The bias gradient is the FP32 sum of dz before the cast, rounded
-    once. dy is BF16, and `moves_tiles` holds for all matrices.
-
-    Args:
-        derivative: the factor of dy; it saves the pre-activation or nothing. Its `db` is None without a bias gradient.
-        dtype: name of the FP8 type, see `FP8_TYPES`.
-        out, transposed: specs of the results; None for an absent one.
-        accumulate: whether the bias gradient is added to the present values of its buffer.
-
-    Attributes:
-        partial_bytes: bytes of scratch memory for the bias gradient's partial sums.
-
-    Raises:
-        GpuError: the GPU has no instructions for FP8.
-    """
-
-    def __init__(
-        self,
-        scalar: DType,
-        dtype: str,
-        derivative: Derivative,
-        dy: Spec,
-        out: Spec | None,
-        transposed: Spec | None,
-        device: int,
-        *,
-        accumulate: bool = False,
-    ) -> None:
-        check_fp8(device)
-        saved = derivative.saved_spec
-        assert derivative.saved in (Saved.NOTHING, Saved.PREACTIVATION), derivative.saved
-        self._writes, self._sums = (out is not None, transposed is not None), derivative.db is not None
-        read = [(scalar, each) for each in (dy, saved) if each is not None]
-        macros = cast_macros(
-            scalar,
-            dtype,
-            derivative.activation if saved else _IDENTITY,
-            dropout=derivative.dropout,
-            backward=True,
-            saved=saved is not None,
-            aligned=moves_tiles(*read, out=out, transposed=transposed),
-        )
-        tiling = square_tiles(dy.layout, sums=True)
-        self.partial_bytes = tiling.sums_bytes if self._sums and tiling.grid[1] > 1 else 0
-        fp8 = Fp8Output.of(dy.layout, out, transposed)
-        params = CAST_FP8.params(Matrix.of(dy), Matrix.of(saved), fp8=fp8)
-        params.db.accumulate, params.slope = accumulate, derivative.activation.negative_slope
-        self._launches = Launches(CAST_FP8, macros, device, tiling, params)
-
-    def launch(self, call: Call, memory: StreamMemory) -> None:
-        """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
-
-        Args:
-            call: holds the addresses of dy, scale, out, transposed, amax, the saved tensor, the bias gradient, and
-                `partial_bytes`; the pass uses only the operands that it was made with. Its first dropout is the
-                layer's.
-        """
-        params, launch = self._launches[memory.stream]
-        params.x.data, scale, out, transposed, amax, params.saved.data, db, partial = call.addresses
-        params.fp8.point_at(scale, out * self._writes[0], transposed * self._writes[1], amax)
-        if self._sums:
-            sums = params.db
-            sums.sum, sums.partial, sums.tickets = db, partial, memory.tickets
-        if call.dropouts[0] is not None:
-            params.dropout = call.dropouts[0].block()
-        launch()
 
 
 class CastGatedPass:

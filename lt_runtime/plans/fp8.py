@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from lt_runtime.epilogue import Epilogue
-from lt_runtime.fp8 import Fp8Problem, Precision, Prologue
+from lt_runtime.fp8 import FP8, Fp8Problem, Precision, Prologue
 from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import StreamMemory, aligned
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
-from lt_runtime.kernels.fp8 import CastGradientPass, CastPass, CastRowsPass, ScalesPass, moves_tiles
+from lt_runtime.kernels.fp8 import CastPass, CastRowsPass, ScalesPass, moves_tiles
 from lt_runtime.kernels.tiling import VECTOR_BYTES
 from lt_runtime.layout import packed
 from lt_runtime.plans.strategies import dz_spec
@@ -43,17 +44,15 @@ _SCALES: Final = ("scale_a", "scale_b")
 class Cast:
     """Casts a tensor of a layer to FP8, row-major and transposed, with its scale in the layer's `FP8State.slots`.
 
-    With the recipe "rowwise" each row of either result has a scale of its own instead; derivative and prologue are then
-    not applied.
+    With the recipe "rowwise" each row of either result has a scale of its own instead; the function is then not
+    applied.
 
     Args:
         row: the tensor's row in the slots and in the history of largest magnitudes.
+        function: applied to the source before the cast, see `CastPass`; None for the identity. The source of a gated
+            prologue is the left half of h. With a derivative the tensor is dz, and the source is dy.
         out, transposed: whether to make the row-major result, and whether to make the transpose.
-        derivative: if not None, the tensor is dz, which the cast computes from dy and the saved tensor, together with
-            the bias gradient; see `CastGradientPass`. The source is then dy.
         accumulate: whether the bias gradient is added to the present values of its buffer.
-        prologue: the activation and dropout that are applied to the source before the cast; only without a derivative.
-            If it is gated, the source is the left half of h.
 
     Attributes:
         partial_bytes: bytes of scratch memory for the bias gradient's partial sums.
@@ -62,28 +61,24 @@ class Cast:
     def __init__(
         self,
         dtype: DType,
-        source: Spec,
-        row: int,
         precision: Precision,
         device: int,
+        source: Spec,
+        row: int,
+        function: Prologue | Derivative | None = None,
         *,
-        out: bool,
+        out: bool = True,
         transposed: bool,
-        derivative: Derivative | None = None,
         accumulate: bool = False,
-        prologue: Prologue = Prologue(),  # noqa: B008  # it is frozen
     ) -> None:
         recipe, (rows, cols) = precision.recipe, source.layout.shape
         results = Spec(packed(rows, cols)) if out else None, Spec(packed(cols, rows)) if transposed else None
         to, self.partial_bytes = recipe.dtypes[row].value, 0
-        self._cast: CastPass | CastGradientPass | CastRowsPass
+        self._cast: CastPass | CastRowsPass
         if recipe.by_rows:
             self._cast = CastRowsPass(dtype, to, source, *results, device)
-        elif derivative is None:
-            options: dict[str, Any] = {"dropout": prologue.dropout > 0, "gated": prologue.gated}
-            self._cast = CastPass(dtype, to, source, *results, device, prologue.activation, **options)
         else:
-            self._cast = CastGradientPass(dtype, to, derivative, source, *results, device, accumulate=accumulate)
+            self._cast = CastPass(dtype, to, source, *results, device, function or Prologue(), accumulate=accumulate)
             self.partial_bytes = self._cast.partial_bytes
         self._scales = ScalesPass(1, recipe.steps, recipe.margin, 1, device) if precision.calibrates else None
         self._slot, self._past = SLOT * row, _WORD * recipe.steps * row
@@ -138,7 +133,7 @@ class Fp8ForwardPlan(Plan):
     The first dropout mask of a call is for y, the second for the prologue.
 
     Args:
-        problem: a forward pass. Unless its prologue is the identity, x is BF16, `moves_tiles` holds for x, and each
+        problem: a forward pass. If it has a prologue, x is BF16, `moves_tiles` holds for x, and each
             tensor has one scale.
 
     Attributes:
@@ -153,14 +148,12 @@ class Fp8ForwardPlan(Plan):
         assert isinstance(layer, ForwardProblem)
         self.problem, self.device = layer, device
         recipe, dtype, (rows, cols) = precision.recipe, layer.dtype, layer.y.layout.shape
-        self._by_rows = recipe.by_rows
+        self._by_rows, cast = recipe.by_rows, functools.partial(Cast, dtype, precision, device)
         self._x = self._w = None
         if not precision.has_x8:
-            kept: dict[str, Any] = {"out": True, "transposed": layer.backward and precision.needs_dw}
-            self._x = Cast(dtype, layer.x, X, precision, device, **kept, prologue=problem.prologue)
+            self._x = cast(layer.x, X, precision.prologue, transposed=layer.backward and precision.needs_dw)
         if not precision.has_w8:
-            kept = {"out": True, "transposed": layer.backward and precision.needs_dx}
-            self._w = Cast(dtype, layer.w, W, precision, device, **kept)
+            self._w = cast(layer.w, W, transposed=layer.backward and precision.needs_dx)
         self.kept_spec = fp8_kept_spec(layer)
         keeps_product = self.kept_spec is not None
         # An FP8 product takes a bias of BF16, or of D's type if D has 16 bits.
@@ -174,7 +167,7 @@ class Fp8ForwardPlan(Plan):
         d = self.kept_spec or (apart if self._is_apart else layer.y)
         x8, w8 = (Spec(packed(*each.layout.shape)) for each in (layer.x, layer.w))
         is_fast = recipe.fast_accumulation != "never"
-        product = _product(recipe.dtypes[:2], dtype, (x8, w8.transposed, d), fast=is_fast, vectors=recipe.by_rows)
+        product = _product(recipe, recipe.dtypes[X], dtype, (x8, w8.transposed, d), fast=is_fast)
         if self._adds_bias and layer.bias:
             product = replace(product, epilogue=Epilogue.BIAS, bias_alignment=layer.bias)
         self._product = known_algorithm(product, device)
@@ -221,13 +214,11 @@ class Fp8ForwardPlan(Plan):
             driver_call("cuMemcpyDtoDAsync", cast_slots, slots, 2 * SLOT, memory.stream)
 
 
-def _product(
-    kinds: tuple[DType, DType], result: DType, matrices: tuple[Spec, Spec, Spec], *, fast: bool, vectors: bool
-) -> MatmulProblem:
-    """A product A · B = D of matrices of two FP8 types with a scale each, or with `vectors` of scales."""
-    other = None if kinds[0] is kinds[1] else kinds[1]
-    plain = MatmulProblem(kinds[0], result, Compute.FLOAT32, *matrices)
-    return replace(plain, b_dtype=other, scales=_SCALES, fast_accumulation=fast, scale_vectors=vectors)
+def _product(recipe: FP8, a: DType, result: DType, matrices: tuple[Spec, Spec, Spec], *, fast: bool) -> MatmulProblem:
+    """A product A · B = D of matrices in FP8 with a scale each, or with a scale for each row; B is in E4M3."""
+    plain = MatmulProblem(a, result, Compute.FLOAT32, *matrices, scales=_SCALES, fast_accumulation=fast)
+    e4m3 = DType.FLOAT8_E4M3FN
+    return replace(plain, b_dtype=None if a is e4m3 else e4m3, scale_vectors=recipe.by_rows)
 
 
 def fp8_kept_spec(problem: ForwardProblem) -> Spec | None:
@@ -286,20 +277,19 @@ class Fp8BackwardPlan(Plan):
         needs_dx, needs_dw = layer.dx is not None, layer.dw is not None
         self._cast = None
         if not precision.has_dy8:
-            derived: dict[str, Any] = {"derivative": derivative if in_cast else None, **options}
-            self._cast = Cast(dtype, dz, DY, precision, device, out=needs_dx, transposed=needs_dw, **derived)
-        (m, k), n, (_, kind, gradient) = layer.x.layout.shape, layer.w.layout.rows, recipe.dtypes
+            function = derivative if in_cast else None
+            self._cast = Cast(dtype, precision, device, dz, DY, function, out=needs_dx, transposed=needs_dw, **options)
+        (m, k), n, is_fast = layer.x.layout.shape, layer.w.layout.rows, recipe.fast_accumulation == "always"
         dy8 = layer.dy if precision.has_dy8 else Spec(packed(m, n))
-        operands = {
-            "dx": (dy8, Spec(packed(k, n)).transposed, layer.dx, layer.accumulate_dx),
-            "dw": (Spec(packed(n, m)), Spec(packed(k, m)).transposed, layer.dw, layer.accumulate),
+        matrices = {
+            "dx": (dy8, Spec(packed(k, n)).transposed, layer.dx),
+            "dw": (Spec(packed(n, m)), Spec(packed(k, m)).transposed, layer.dw),
         }
-        self.products, self._adds = {}, {name: adds for name, (*_, adds) in operands.items()}
-        for name, (a, b, d, adds) in operands.items():
+        self.products, self._betas = {}, {"dx": float(layer.accumulate_dx), "dw": float(layer.accumulate)}
+        for name, (a, b, d) in matrices.items():
             if d is not None:
-                how = {"fast": recipe.fast_accumulation == "always", "vectors": recipe.by_rows}
-                product = _product((gradient, kind), dtype, (a, b, d), **how)
-                self.products[name] = known_algorithm(replace(product, c=d if adds else None), device)
+                product = _product(recipe, recipe.dtypes[DY], dtype, (a, b, d), fast=is_fast)
+                self.products[name] = known_algorithm(replace(product, c=d if self._betas[name] else None), device)
         # dz; partial sums of the bias gradient; dz in FP8 and its transpose; 1 / scale of each row of both.
         keeps_dz, sums, self._by_rows = self._makes_dz and layer.dz is None, self._pass or self._cast, recipe.by_rows
         casts = self._cast is not None
@@ -344,5 +334,4 @@ class Fp8BackwardPlan(Plan):
         }
         for name, product in self.products.items():
             a, b, d, *inverses = operands[name]
-            scalars = 1.0, float(self._adds[name])
-            product.put(Call((a, b, d, 0, 0, d, *inverses), memory.stream, scalars), memory)
+            product.put(Call((a, b, d, 0, 0, d, *inverses), memory.stream, (1.0, self._betas[name])), memory)

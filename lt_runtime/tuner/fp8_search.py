@@ -52,19 +52,19 @@ def fp8_plans(problem: Fp8ChainProblem, device: int) -> list[tuple[int, Plan]]:
     Raises:
         GpuError: the GPU lacks FP8 or the recipe's scales, or cuBLASLt has no algorithm for one of the products.
     """
-    precision, prologue = Precision(problem.recipe, problem.recipe.recipe == "current"), Prologue()
+    precision, prologue = Precision(problem.recipe, problem.recipe.recipe == "current"), None
     forwards, backwards, updates = list[tuple[int, Plan]](), list[tuple[int, Plan]](), list[tuple[int, Plan]]()
     for i, activation in enumerate(problem.activations):
         kept = Saved.NOTHING if activation.name == "none" else Saved.PREACTIVATION
         ((forward, backward),) = LayerChain.of_fp8(_layer_of(problem, i)).keeping({0: kept}).layers
         assert forward is not None
         assert backward is not None
-        of_layer, prologue = prologue, Prologue()
-        if _defers(problem, i):
-            forward, prologue = replace(forward, activation=Activation()), Prologue(activation)
         is_written, needs_dx = i < len(problem.written) and problem.written[i], backward.dx is not None
-        of_forward = replace(precision, has_w8=is_written, needs_dx=needs_dx)
-        forwards.append((i, Fp8ForwardPlan(Fp8Problem(forward, of_forward, of_layer), device)))
+        of_forward = replace(precision, prologue=prologue, has_w8=is_written, needs_dx=needs_dx)
+        prologue = Prologue(activation) if _defers(problem, i) else None
+        if prologue is not None:
+            forward = replace(forward, activation=Activation())
+        forwards.append((i, Fp8ForwardPlan(Fp8Problem(forward, of_forward), device)))
         backwards.append((i, Fp8BackwardPlan(Fp8Problem(backward, precision), device)))
     if problem.recipe.recipe == "delayed":
         scales = ScalesPass(3, problem.recipe.history, problem.recipe.headroom, len(problem.activations), device)

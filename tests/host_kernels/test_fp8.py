@@ -10,9 +10,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from lt_runtime.fp8 import Prologue
 from lt_runtime.kernels import fp8, tiling
 from lt_runtime.kernels.call import Call, DropoutState
-from lt_runtime.kernels.fp8 import CastGatedPass, CastGradientPass, CastPass, CastRowsPass
+from lt_runtime.kernels.fp8 import CastGatedPass, CastPass, CastRowsPass
 from lt_runtime.kernels.gated import GatedPass
 from lt_runtime.kernels.tiling import Tiling
 from lt_runtime.problem import Activation, ActivationName, Derivative, DType, Philox, Saved, keep_threshold
@@ -111,7 +112,7 @@ def test_casts(host: HostKernels, dtype: DType, to: str, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch, host.in_order(case.order):
         patch.setattr(fp8, "check_fp8", lambda _: None)
         if case.short:
-            patch.setattr(fp8, "square_tiles", lambda layout: Tiling((-(-layout.cols // 128), 1), (16, 16)))
+            patch.setattr(fp8, "square_tiles", lambda layout, **_: Tiling((-(-layout.cols // 128), 1), (16, 16)))
         made = CastPass(dtype, to, spec_of(x), *specs, 0)
     memory = Memory()
     addresses = x.address, scale.ctypes.data, out.address, transposed.address, amax.ctypes.data * case.wanted[2]
@@ -156,7 +157,7 @@ def test_casts_with_a_scale_for_each_row(host: HostKernels, dtype: DType, to: st
         patch.setattr(fp8, "check_fp8", lambda _: None)
         patch.setattr(fp8, "driver_call", _fill)
         if case.short:
-            patch.setattr(fp8, "square_tiles", lambda layout: Tiling((-(-layout.cols // 128), 1), (16, 16)))
+            patch.setattr(fp8, "square_tiles", lambda layout, **_: Tiling((-(-layout.cols // 128), 1), (16, 16)))
         made_pass = CastRowsPass(dtype, to, spec_of(x), *specs, 0)
         addresses = [each.address * case.wanted[i % 2] for i, each in enumerate((*made, *scales))]
         memory = Memory()
@@ -237,15 +238,15 @@ def test_functions(host: HostKernels, function: Function, case: Case, accumulate
             reads = Saved.NOTHING if function.activation == "none" else Saved.PREACTIVATION
             of_saved = None if function.activation == "none" else spec_of(saved)
             derived = Derivative(activation, reads, of_saved, 256, function.dropout)
-            back = CastGradientPass(dtype, function.to, derived, spec_of(x), *specs, 0, accumulate=accumulate)
+            back = CastPass(dtype, function.to, spec_of(x), *specs, 0, derived, accumulate=accumulate)
             memory = Memory(back.partial_bytes)
             pointers = x.address, *fp8_addresses, saved.address, db.address, memory.workspace
             back.launch(Call(pointers, 0, dropouts=(dropout, None)), memory)  # type: ignore[arg-type]
         else:
             of_x = spec_of(x)
             of_x = replace(of_x, layout=replace(of_x.layout, cols=cols))
-            options = {"dropout": function.dropout, "gated": function.gated}
-            made = CastPass(dtype, function.to, of_x, *specs, 0, activation, **options)
+            prologue = Prologue(activation, _P * function.dropout, function.gated)
+            made = CastPass(dtype, function.to, of_x, *specs, 0, prologue)
             memory = Memory()
             made.launch(Call((x.address, *fp8_addresses), 0, dropouts=(dropout, None)), memory)  # type: ignore[arg-type]
     memory.check()
@@ -291,7 +292,7 @@ def test_gradients_of_a_gate(host: HostKernels, activation: ActivationName, drop
     with pytest.MonkeyPatch.context() as patch, host.in_order(case.order):
         patch.setattr(fp8, "check_fp8", lambda _: None)
         if case.short:
-            patch.setattr(fp8, "square_tiles", lambda layout: Tiling((-(-layout.cols // 128), 1), (16, 16)))
+            patch.setattr(fp8, "square_tiles", lambda layout, **_: Tiling((-(-layout.cols // 128), 1), (16, 16)))
         specs = [spec_of(each) for each in (h, dy, dh)]
         plain = GatedPass(BF16, Activation(activation), drops, specs, False, 0)
         cast = CastGatedPass(to, Activation(activation), drops, spec_of(dy), 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple
 
@@ -35,7 +35,7 @@ from lt_runtime.ops.fp8.gradients import CastGradient
 from lt_runtime.ops.fp8.product_rules import check_address, check_strides
 from lt_runtime.ops.fp8.state import FP8State, arrays_of, must_calibrate
 from lt_runtime.plans.fp8 import DY, Fp8BackwardPlan, Fp8ForwardPlan, W, X, casts_dz, fp8_kept_spec
-from lt_runtime.problem import Activation, Philox, Saved, Spec, type_name
+from lt_runtime.problem import Activation, ForwardProblem, Philox, Saved, Spec, type_name
 from lt_runtime.products.plan import Plan
 from lt_runtime.reference.fp8 import FP8_TYPES, SLOT_WIDTH
 from lt_runtime.reference.fp8_layer import after_prologue, cast_tensor, given_tensor, represented
@@ -59,20 +59,28 @@ def _check_products(*operands: Operand | None) -> None:
             check_address(each, "precision")
 
 
+def _plan(_: Operation, request: Request, device: int, stream: int) -> Plan:
+    """See `Operation`. If tuning is on, the plan's products are measured first, and the plan uses the results."""
+    make = Fp8ForwardPlan if isinstance(request.problem.layer, ForwardProblem) else Fp8BackwardPlan
+    plan = make(request.problem, device)
+    changes = [before_first_use(each.problem, device, lambda: stream) for each in plan.products.values()]
+    return make(request.problem, device) if any(changes) else plan
+
+
 class Fp8Forward(LinearForward):
     """`LinearForward` with the product in FP8.
 
-    The last three options of a call are its `Precision`; the `Prologue` that the cast of x applies, whose dropout mask
-    the call's second random generator draws; and whether activation and dropout are left to the next layer's prologue.
-    In that case y is the pre-activation, and is saved for backward.
+    The last option of a call is its `Precision`. The call's second random generator draws the dropout mask of the
+    prologue. If activation and dropout are left to the next layer, y is the pre-activation, and is saved for backward.
     """
 
     names = (*LinearForward.names, "slots", "history", "x8", "w8", "cast_slots", "w8_given", "x8_given", "slots_of_x")
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
         """See `Operation`."""
-        *of_layer, precision, prologue, defers = options
+        *of_layer, precision = options
         x, _, _, y, z, _ = operands[:_SLOTS]
+        prologue = precision.prologue or Prologue()
         if prologue.gated:
             x = replace(x, shape=(*x.shape[:-1], x.shape[-1] // 2))  # the gate, the left half of each row
         request = super().read((x, *operands[1:_SLOTS]), of_layer, scalars)
@@ -87,26 +95,22 @@ class Fp8Forward(LinearForward):
                 new[_W8] = New((k, n), _E4M3, x.library)
         if precision.returns_x8:
             new[_GIVEN_X8] = New((m, k), _E4M3, x.library)
-        dropouts = detail.dropout, prologue.dropout
-        if defers:
-            layer, dropouts = replace(layer, activation=Activation(), dropout=False), (0.0, prologue.dropout)
+        dropouts = 0.0 if precision.defers else detail.dropout, prologue.dropout
+        if precision.defers:
+            layer = replace(layer, activation=Activation(), dropout=False)
         if fp8_kept_spec(layer) is not None and z is None:
             new[_KEPT] = New((*x.shape[:-1], n), layer.dtype.numpy, x.library)
         if detail.activation.name != "none":  # if the next layer applies the activation, y is the pre-activation
             detail = replace(detail, saved_as=Saved.PREACTIVATION)
         return request._replace(
             detail=detail,
-            problem=Fp8Problem(layer, precision, prologue),
+            problem=Fp8Problem(layer, precision),
             written=(_SLOTS, _HISTORY, *new, *request.written),
             new=new,
             dropouts=dropouts if any(dropouts) else None,
         )
 
-    def plan(self, request: Request, device: int, stream: int) -> Plan:
-        """See `Operation`."""
-        return _measured(Fp8ForwardPlan, request.problem, device, stream)
-
-    with_saved = Operation.with_saved
+    plan, with_saved = _plan, Operation.with_saved
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
@@ -116,7 +120,8 @@ class Fp8Forward(LinearForward):
             slots[X] = slots_of_x[X]
             of_x = given_tensor(given_x8, slots[X])
         else:
-            source = after_prologue(request.problem.prologue, rows_of(x), scalars[1])
+            prologue, source = precision.prologue, rows_of(x)
+            source = source if prologue is None else after_prologue(prologue, source, scalars[1])
             of_x = cast_tensor(source, X, precision, slots, history)
         of_w = given_tensor(given_w8, slots[W]) if precision.has_w8 else cast_tensor(w, W, precision, slots, history)
         exact, transposed, scales = zip(of_x, of_w, strict=True)
@@ -144,13 +149,7 @@ class Fp8Backward(LinearBackward):
     If dy is in FP8 already (a `CastGradient`), a call gets its transpose in the place of the saved tensor.
     """
 
-    names = (
-        *("dy", "cast_slots", "x8", "w8"),
-        *LinearBackward.names[3:4],
-        *LinearBackward.names[5:9],
-        "slots",
-        "history",
-    )
+    names = "dy", "cast_slots", "x8", "w8", LinearBackward.names[3], *LinearBackward.names[5:9], "slots", "history"
     required = 2
 
     def read(self, operands: Sequence[Any], options: Any, scalars: Any) -> Request:
@@ -173,9 +172,7 @@ class Fp8Backward(LinearBackward):
         _check_products(*outputs[:2])
         return request._replace(problem=Fp8Problem(request.problem, precision))
 
-    def plan(self, request: Request, device: int, stream: int) -> Plan:
-        """See `Operation`."""
-        return _measured(Fp8BackwardPlan, request.problem, device, stream)
+    plan = _plan
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: Any) -> None:
         """See `Operation`."""
@@ -202,13 +199,6 @@ class Fp8Backward(LinearBackward):
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> LinearGradients:
         """See `Operation`."""
         return LinearGradients(*arrays[FIRST_OUTPUT : FIRST_OUTPUT + 3])
-
-
-def _measured(make: Callable[[Fp8Problem, int], Plan], problem: Fp8Problem, device: int, stream: int) -> Plan:
-    """Makes a plan. If tuning is on, the plan's products are measured first, and the plan uses the results."""
-    plan = make(problem, device)
-    changes = [before_first_use(each.problem, device, lambda: stream) for each in plan.products.values()]
-    return make(problem, device) if any(changes) else plan
 
 
 _FORWARD: Final = Fp8Forward()
@@ -291,23 +281,19 @@ def forward_in_fp8(
             output of the layer or gate.
         defers: whether to leave activation and dropout to the next layer, as `below`.
     """
-    calibrates, (w8, w8_transposed), source = must_calibrate(state, X, W), (None, None), given.same_x
+    calibrates, source, (w8, w8_transposed) = must_calibrate(state, X, W), given.same_x, (None, None)
     if calibrates:
         writes.latest = None
         state.changes += 1
     elif state.copies is not None and (state.copies[1] is not None or not state.needs_dx):
         w8, w8_transposed = state.copies
-    of_source = (None, None, None) if source is None else (source.x, source.x8, source.state.slots)
-    x8_transposed, x8, slots_of_x = of_source
+    x8_transposed, x8, slots_of_x = (None, None, None) if source is None else (source.x, source.x8, source.state.slots)
     arrays = *given.arrays, *arrays_of(state, given.arrays[0]), x8_transposed, w8_transposed, None, w8, x8, slots_of_x
-    prologue = Prologue()
-    if below is not None:
-        prologue = Prologue(below.activation, below.dropout, isinstance(below, GatedContext))
+    prologue = None if below is None else Prologue(below.activation, below.dropout, isinstance(below, GatedContext))
     has_w8, has_x8, needs = w8 is not None, source is not None, (state.needs_dx, state.needs_dw)
-    precision = Precision(state.recipe, calibrates, has_w8, has_x8, False, *needs, given.keeps_x8)
-    options = *given.options, precision, prologue, defers
+    precision = Precision(state.recipe, calibrates, prologue, defers, has_w8, has_x8, *needs, given.keeps_x8)
     rngs = given.rng, below and below.rng
-    y, context = perform(_FORWARD, arrays, options, rngs, given.stream)
+    y, context = perform(_FORWARD, arrays, (*given.options, precision), rngs, given.stream)
     state.calibrated |= {X, W}
     context.state = state
     return y, context
