@@ -11,7 +11,7 @@ from lt_runtime.errors import ArgumentError
 from lt_runtime.problem import LATER, Activation, BackwardProblem, Compute, DType, ForwardProblem
 
 Recipe = Literal["delayed", "current", "rowwise"]
-_MOST_STEPS = 1024
+MOST_STEPS = 1024  # of the history
 UNIT = 16
 """M, N, K and leading dimensions of products in FP8 are multiples of this many elements, addresses of this many bytes.
 
@@ -57,8 +57,8 @@ class FP8:
         one_of("recipe", self.recipe, ("delayed", "current", "rowwise"))
         one_of("gradients", self.gradients, ("e5m2", "e4m3"))
         one_of("fast_accumulation", self.fast_accumulation, ("always", "forward", "never"))
-        if not 1 <= integer("history", self.history) <= _MOST_STEPS:
-            raise ArgumentError(f"history is {shown(self.history)}; it must be in [1, {_MOST_STEPS}]")
+        if not 1 <= integer("history", self.history) <= MOST_STEPS:
+            raise ArgumentError(f"history is {shown(self.history)}; it must be in [1, {MOST_STEPS}]")
         headroom = number("headroom", self.headroom)
         if not (headroom >= 1.0 and math.isfinite(headroom)):
             raise ArgumentError(f"headroom is {headroom}; it must be finite and at least 1")

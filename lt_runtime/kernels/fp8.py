@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, TypeAlias
 
 from lt_runtime.fp8 import Prologue
 from lt_runtime.gpu.compiler import Macros
@@ -21,6 +21,8 @@ CAST_FP8: Final = Entry("cast_fp8", "cast_fp8.cu")
 LOSS_FP8: Final = Entry("loss_fp8", "loss_fp8.cu")
 FP8_SCALES: Final = Entry("fp8_scales", "fp8_scales.cu")
 _IDENTITY: Final = Prologue()
+Function: TypeAlias = Prologue | Derivative
+"""The elementwise function that a cast applies to its operand first."""
 MOST_LAYERS: Final = 32
 """The largest number of layers whose scales one `ScalesPass` computes; `kMostLayers` in fp8_scales.cu."""
 _LEAST_SCALE: Final = 1 << 23  # Bits of 2^-126, the least 1 / scale; a row of zeros has it.
@@ -93,7 +95,7 @@ class CastPass:
         out: Spec | None,
         transposed: Spec | None,
         device: int,
-        function: Prologue | Derivative = _IDENTITY,
+        function: Function = _IDENTITY,
         *,
         accumulate: bool = False,
     ) -> None:

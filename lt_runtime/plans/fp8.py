@@ -13,20 +13,11 @@ from lt_runtime.gpu.driver import call as driver_call
 from lt_runtime.gpu.memory import StreamMemory, aligned
 from lt_runtime.kernels.call import Call, DropoutState
 from lt_runtime.kernels.epilogue import BackwardPass, ForwardPass
-from lt_runtime.kernels.fp8 import CastPass, CastRowsPass, ScalesPass, moves_tiles
+from lt_runtime.kernels.fp8 import CastPass, CastRowsPass, Function, ScalesPass, moves_tiles
 from lt_runtime.kernels.tiling import VECTOR_BYTES
 from lt_runtime.layout import packed
 from lt_runtime.plans.strategies import dz_spec
-from lt_runtime.problem import (
-    Activation,
-    BackwardProblem,
-    Compute,
-    Derivative,
-    DType,
-    ForwardProblem,
-    MatmulProblem,
-    Spec,
-)
+from lt_runtime.problem import Activation, BackwardProblem, Compute, DType, ForwardProblem, MatmulProblem, Spec
 from lt_runtime.products.methods import known_algorithm
 from lt_runtime.products.plan import Plan
 from lt_runtime.reference.fp8 import AMAX, INVERSE, SCALE, SLOT_WIDTH
@@ -65,7 +56,7 @@ class Cast:
         device: int,
         source: Spec,
         row: int,
-        function: Prologue | Derivative | None = None,
+        function: Function | None = None,
         *,
         out: bool = True,
         transposed: bool,
@@ -133,8 +124,8 @@ class Fp8ForwardPlan(Plan):
     The first dropout mask of a call is for y, the second for the prologue.
 
     Args:
-        problem: a forward pass. If it has a prologue, x is BF16, `moves_tiles` holds for x, and each
-            tensor has one scale.
+        problem: a forward pass. If it has a prologue, x is BF16, `moves_tiles` holds for x, and each tensor has one
+            scale.
 
     Attributes:
         problem: the layer's.
@@ -159,15 +150,14 @@ class Fp8ForwardPlan(Plan):
         # An FP8 product takes a bias of BF16, or of D's type if D has 16 bits.
         self._adds_bias = layer.bias is not None and dtype.itemsize == 2 and layer.bias >= VECTOR_BYTES
         pass_adds = layer.bias is not None and not self._adds_bias
-        has_pass = keeps_product or pass_adds or layer.dropout or layer.addend is not None
-        has_pass |= layer.activation != Activation()
+        has_pass = any((keeps_product, pass_adds, layer.dropout, layer.addend, layer.activation != Activation()))
         # The product may not lie in y before the pass has read an addend, because y may be the addend's memory.
         self._is_apart = layer.addend is not None and not keeps_product
         apart = Spec(packed(rows, cols, order=layer.y.layout.order))
         d = self.kept_spec or (apart if self._is_apart else layer.y)
         x8, w8 = (Spec(packed(*each.layout.shape)) for each in (layer.x, layer.w))
-        is_fast = recipe.fast_accumulation != "never"
-        product = _product(recipe, recipe.dtypes[X], dtype, (x8, w8.transposed, d), fast=is_fast)
+        matrices, is_fast = (x8, w8.transposed, d), recipe.fast_accumulation != "never"
+        product = _product(recipe, recipe.dtypes[X], dtype, matrices, fast=is_fast)
         if self._adds_bias and layer.bias:
             product = replace(product, epilogue=Epilogue.BIAS, bias_alignment=layer.bias)
         self._product = known_algorithm(product, device)

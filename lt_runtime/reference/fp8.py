@@ -116,3 +116,20 @@ def update_fp8_scales(
             slot[SCALE] = next_fp8_scale(slot[SCALE], past.max(), float(slot[LARGEST_NUMBER]), headroom)
         slot[SCALE] = slot[SCALE] or 1
         slot[INVERSE] = 1 / slot[SCALE]
+
+
+def fault_of(slots: NDArray[np.float32], history: NDArray[np.float32]) -> str:
+    """Says which scales no update can reach, as the end of an error message; empty if there are none."""
+    scales, inverses, counts = slots[:, SCALE], slots[:, INVERSE], slots[:, OVERFLOWS]
+    with np.errstate(all="ignore"):
+        mantissas, exponents = np.frexp(scales)  # in [0.5, 1)
+        is_possible = (mantissas == 0.5) & (abs(exponents - 1) <= SCALE_EXPONENT) & (inverses == 1 / scales)
+        if not is_possible.all():
+            return f"slots has the scales {scales.tolist()}, 1 / {inverses.tolist()}"
+        if not np.isin(slots[:, LARGEST_NUMBER], [*LARGEST.values()]).all() or (slots[:, AMAX] < 0).any():
+            return "slots has magnitudes that no FP8 type has"
+        if not (np.isfinite(counts) & (counts >= 0)).all():
+            return f"slots has the counts {counts.tolist()}"
+    if not (np.isfinite(history) & (history >= 0)).all():
+        return "history has magnitudes that are negative, infinite or NaN"
+    return ""

@@ -13,29 +13,21 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.arrays.operand import CUPY, Operand, read
-from lt_runtime.arrays.transfer import replace_all
+from lt_runtime.arrays.operand import Operand
+from lt_runtime.arrays.transfer import host_access, replace_all
 from lt_runtime.errors import CheckpointError
 from lt_runtime.files import AnyPath
+from lt_runtime.fp8 import MOST_STEPS
 from lt_runtime.nn.block import Block
 from lt_runtime.nn.linear import Linear
 from lt_runtime.ops.fp8.state import FP8State, arrays_of, has_types
-from lt_runtime.reference.fp8 import (
-    AMAX,
-    INVERSE,
-    LARGEST,
-    LARGEST_NUMBER,
-    OVERFLOWS,
-    SCALE,
-    SCALE_EXPONENT,
-    SLOT_WIDTH,
-)
+from lt_runtime.reference.fp8 import SLOT_WIDTH, fault_of
 from lt_runtime.saving.checkpoint_file import Arrays, Kind, Kinds, shortened
 
 _NAME: Final = re.compile(r"(?:.*[./])?scales\.(slots|history|calibrated)")
 _PARTS: Final = ("slots", "history", "calibrated")
-_COUNTS: Final = {"slots": (SLOT_WIDTH, SLOT_WIDTH), "history": (1, 1024), "calibrated": (1, 1)}
-"""The smallest and largest number of words that each array has for each of x, w and dy."""
+_LENGTHS: Final = {"slots": (SLOT_WIDTH,), "history": range(1, MOST_STEPS + 1), "calibrated": (3,)}
+"""Accepted lengths of each array's last axis. The other axis of slots and history has a row for x, w and dy."""
 
 
 class Loading(NamedTuple):
@@ -85,10 +77,9 @@ def check_scales(path: AnyPath, kinds: Kinds) -> set[str]:
     names = names_of_scales(kinds)
     for name in sorted(names):
         place, _, part = name.rpartition(".")
-        (low, high), kind = _COUNTS[part], kinds[name]
-        count = kind.shape[-1] if len(kind.shape) == 2 else 1
-        shape = (3,) if part == "calibrated" else (3, count)
-        if kind != Kind("uint32" if part == "calibrated" else "float32", shape) or not low <= count <= high:
+        kind, length = kinds[name], kinds[name].shape[-1:]
+        expected = Kind("uint32", (3,)) if part == "calibrated" else Kind("float32", (3, *length))
+        if kind != expected or length[0] not in _LENGTHS[part]:
             raise CheckpointError(f"{path}: {shortened(name)} is {shortened(str(kind))}, which no scales are")
         if not {f"{place}.{each}" for each in _PARTS} <= names:
             raise CheckpointError(f"{path} has {shortened(name)}, but not all of {', '.join(_PARTS)} beside it")
@@ -113,16 +104,18 @@ def scales_to_load(path: AnyPath, model: Block, arrays: Arrays) -> Loading:
     for place, values in found.items():
         if place not in layers:
             raise CheckpointError(f"{path} has {shortened(place)}slots, which there is not here")
-        if fault := _fault(values):
+        fault, calibrated = fault_of(values["slots"], values["history"]), values["calibrated"]
+        if not fault and (calibrated > 1).any():
+            fault = f"calibrated is {calibrated.tolist()}; accepted are 0 and 1"
+        if fault:
             raise CheckpointError(f"{path} cannot be used: {shortened(place)}{fault}")
-    device = model.device.ordinal
-    stream = 0 if device is None else CUPY.current_stream(device)
     for place, values in found.items():
         state = layers[place].scales
         if state is None or not _fits(state, values):
             continue
-        held = zip(("slots", "history"), arrays_of(state, layers[place].weight.data), strict=True)
-        loading.writes.extend((read(place + part, array, stream), values[part], stream) for part, array in held)
+        for part, array in zip(_PARTS, arrays_of(state, layers[place].weight.data), strict=False):
+            operand, stream = host_access(place + part, array)
+            loading.writes.append((operand, values[part], stream))
         loading.calibrated.append((state, {int(row) for row in np.flatnonzero(values["calibrated"])}))
     return loading
 
@@ -137,20 +130,3 @@ def _layers(model: Block) -> dict[str, Linear]:
 def _fits(state: FP8State, values: Arrays) -> bool:
     """Whether a file's scales are for the types of a layer's recipe, and the file's history has the recipe's length."""
     return values["history"].shape[1] == state.recipe.steps and has_types(state.recipe, values["slots"])
-
-
-def _fault(values: Arrays) -> str:
-    """Says which of a layer's scales no training can reach, as the end of an error message; empty if there are none."""
-    slots, history, calibrated = (values[part] for part in _PARTS)
-    with np.errstate(all="ignore"):
-        is_power = np.frexp(slots[:, SCALE])[0] == 0.5
-        is_limited = (slots[:, SCALE] >= 2.0**-SCALE_EXPONENT) & (slots[:, SCALE] <= 2.0**SCALE_EXPONENT)
-        if not (is_power & is_limited & (slots[:, INVERSE] == 1 / slots[:, SCALE])).all():
-            return f"slots has the scales {slots[:, SCALE].tolist()}, 1 / {slots[:, INVERSE].tolist()}"
-        if not np.isin(slots[:, LARGEST_NUMBER], [*LARGEST.values()]).all() or (slots[:, AMAX] < 0).any():
-            return "slots has magnitudes that no FP8 type has"
-        if not (np.isfinite(slots[:, OVERFLOWS]) & (slots[:, OVERFLOWS] >= 0)).all():
-            return f"slots has the counts {slots[:, OVERFLOWS].tolist()}"
-    if not (np.isfinite(history) & (history >= 0)).all():
-        return "history has magnitudes that are negative, infinite or NaN"
-    return f"calibrated is {calibrated.tolist()}; accepted are 0 and 1" if (calibrated > 1).any() else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
@@ -34,14 +34,14 @@ def is_suited(state: FP8State, shape: Sequence[int], arrays: Sequence[Any]) -> b
 
     Args:
         shape: rows and columns of the weight as it lies in memory.
-        arrays: the arrays that the update reads and writes.
+        arrays: the arrays that the update reads and writes; None for an absent one.
     """
     return state.recipe.recipe == "delayed" and shape[1] % FP8_COLUMNS == 0 and are_aligned(arrays)
 
 
 def are_aligned(arrays: Sequence[Any]) -> bool:
-    """Whether all arrays lie at multiples of 16 bytes."""
-    return all(library_of(each).address(each) % VECTOR_BYTES == 0 for each in arrays)
+    """Whether all arrays, except absent ones (None), lie at multiples of 16 bytes."""
+    return all(library_of(each).address(each) % VECTOR_BYTES == 0 for each in arrays if each is not None)
 
 
 def entry_of(state: FP8State, out: Any, transposed: Any) -> Fp8Copy:
@@ -66,13 +66,6 @@ def _scale_and_amax(state: FP8State) -> tuple[Any, Any]:
     return state.slots[W, SCALE : SCALE + 1], state.slots[W, AMAX : AMAX + 1]
 
 
-class _Copied(NamedTuple):
-    state: FP8State
-    weight: Parameter
-    out: Any
-    transposed: Any
-
-
 def suited_layers(
     optimizer: Optimizer, layers: Sequence[tuple[FP8State | None, Parameter]]
 ) -> list[tuple[FP8State, Parameter]]:
@@ -92,13 +85,9 @@ def suited_layers(
         if state is not None
         and id(weight) in trained
         and users[id(weight)] == 1
-        and is_suited(state, weight.data.shape, _arrays(weight))
+        # The optimizer's moments are always aligned.
+        and is_suited(state, weight.data.shape, (weight.data, weight.grad, weight.master))
     ]
-
-
-def _arrays(weight: Parameter) -> list[Any]:
-    """The arrays of a parameter whose alignment must be checked; the optimizer's moments are always aligned."""
-    return [each for each in (weight.data, weight.grad, weight.master) if each is not None]
 
 
 class Fp8Weights:
@@ -122,32 +111,32 @@ class Fp8Weights:
     ) -> None:
         numbers = {id(parameter): i for i, parameter in enumerate(optimizer.parameters)}
         self.writer = object()
-        self._copied, copies = list[_Copied](), dict[int, Fp8Copy]()
+        self._copied, copies = list[tuple[FP8State, Parameter, tuple[Any, Any]]](), dict[int, Fp8Copy]()
         for state, weight in layers:
             rows, cols = weight.data.shape
             out = CUPY.empty((rows, cols), _E4M3, device, stream)
             transposed = CUPY.empty((cols, rows), _E4M3, device, stream) if state.needs_dx else None
-            self._copied.append(_Copied(state, weight, out, transposed))
+            self._copied.append((state, weight, (out, transposed)))
             copies[numbers[id(weight)]] = entry_of(state, out, transposed)
         self.step = StepWithCopies(optimizer, copies, stream)
 
     @property
     def are_read(self) -> bool:
         """Whether the last forward pass of every layer was in FP8."""
-        return all(each.state.fallback is None for each in self._copied)
+        return all(state.fallback is None for state, *_ in self._copied)
 
     def remake(self, stream: int) -> None:
         """Casts all weights with their present scales, and finds their largest magnitudes."""
-        for state, weight, out, transposed in self._copied:
-            cast_weight(state, weight.data, out, transposed, stream=stream)
+        for state, weight, copies in self._copied:
+            cast_weight(state, weight.data, *copies, stream=stream)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
         """Within the block, the layers' forward reads the copies instead of casting the weights."""
-        for each in self._copied:
-            each.state.copies = each.out, each.transposed
+        for state, _, copies in self._copied:
+            state.copies = copies
         try:
             yield
         finally:
-            for each in self._copied:
-                each.state.copies = None
+            for state, *_ in self._copied:
+                state.copies = None

@@ -93,11 +93,9 @@ class _Fp8Operands(EndOperands):
 
     def __init__(self, memory: Memory, chain: LayerChain, problem: Fp8ChainProblem) -> None:
         super().__init__(memory, chain)
-        last = len(problem.activations) - 1
         outputs = {tensor.layer: buffer for tensor, buffer in self.buffers.items() if tensor.role == "output"}
-        self._added = []
-        for i in range(last + 1):
-            self._added.append(added := _buffers_of(memory, _layer_of(problem, i)))
+        self._added = [_buffers_of(memory, _layer_of(problem, i)) for i in range(len(problem.activations))]
+        for i, added in enumerate(self._added):
             if _defers(problem, i):
                 added["kept"] = outputs[i]
 

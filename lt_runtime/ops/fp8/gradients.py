@@ -79,9 +79,8 @@ class CastGated(PassOperation):
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
         """See `Operation`."""
         *arrays, gate, value = addresses
-        return super().call(
-            prepared, (*arrays, *_scale_and_amax(gate), *_scale_and_amax(value or gate)), scalars, stream
-        )
+        of_halves = *_scale_and_amax(gate), *_scale_and_amax(value or gate)
+        return super().call(prepared, (*arrays, *of_halves), scalars, stream)
 
     def on_host(self, request: Request, arrays: Sequence[Any], scalars: tuple[Philox | None, None]) -> None:
         """See `Operation`."""
@@ -90,11 +89,9 @@ class CastGated(PassOperation):
         factors = reference.dropout_factors(dy.shape, p, scalars[0])
         dh = reference.gated_bwd(dy, h, activation, factors).astype(h.dtype)
         slots = gate[DY], (gate if value is None else value)[DY]
-        cast = []
-        for slot, half in zip(slots, np.split(dh, 2, axis=-1), strict=True):
+        for slot, half, out in zip(slots, np.split(dh, 2, axis=-1), np.split(rows, 2, axis=-1), strict=True):
             slot[AMAX] = amax_of(half, slot[AMAX])
-            cast.append(reference.cast_fp8(half, slot[SCALE], kind))
-        rows[...] = np.concatenate(cast, axis=-1)
+            out[...] = reference.cast_fp8(half, slot[SCALE], kind)
         transposed[...] = rows_of(rows).T
 
     def result(self, prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> CastGradient:

@@ -55,9 +55,7 @@ def check_options(
         AlignmentError: a scale's address is not a multiple of 16 bytes.
     """
     a, b, d = types
-    for name in SCALES:
-        if name not in given:
-            continue
+    for name in [each for each in SCALES if each in given]:
         if name.endswith("_d") or not vectors:
             check_one_float32(given[name])
         if not a.is_float8:
