@@ -10,7 +10,6 @@ from lt_runtime.arguments import flag, integer, number, one_of, shown
 from lt_runtime.errors import ArgumentError
 from lt_runtime.problem import LATER, Activation, BackwardProblem, Compute, DType, ForwardProblem
 
-Recipe = Literal["delayed", "current", "rowwise"]
 MOST_STEPS = 1024  # of the history
 UNIT = 16
 """M, N, K and leading dimensions of products in FP8 are multiples of this many elements, addresses of this many bytes.
@@ -46,7 +45,7 @@ class FP8:
         ArgumentError: an attribute has a value that is not described above.
     """
 
-    recipe: Recipe = "delayed"
+    recipe: Literal["delayed", "current", "rowwise"] = "delayed"
     gradients: Literal["e5m2", "e4m3"] = "e5m2"
     history: int = 16
     headroom: float = 2.0

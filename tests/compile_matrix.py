@@ -291,10 +291,7 @@ VARIANTS: Final = (
         Variant("summed_loss.cu", summed_loss_macros(dtype, loss, access))
         for dtype, loss, access in itertools.product(SCALAR, LOSSES, (Access.ANY, Access.ALIGNED))
     ),
-    *(
-        Variant("loss_fp8.cu", loss_fp8_macros(DType.BFLOAT16, dtype, loss))
-        for dtype, loss in itertools.product(LARGEST, LOSSES)
-    ),
+    *(Variant("loss_fp8.cu", loss_fp8_macros(dtype, loss)) for dtype, loss in itertools.product(LARGEST, LOSSES)),
     *over("tally.cu", SCALAR=SCALAR.values()),
     *over("resize.cu", SCALAR=SCALAR.values()),
     *over("copy_rows.cu"),

@@ -110,16 +110,9 @@ class CastPass:
         assert derivative is None or derivative.saved in (Saved.NOTHING, Saved.PREACTIVATION), derivative
         saved = None if derivative is None else derivative.saved_spec
         reads = [(scalar, each) for each in (x, saved) if each is not None]
-        macros = cast_macros(
-            scalar,
-            dtype,
-            function.activation,
-            dropout=function.dropout > 0,
-            backward=derivative is not None,
-            saved=saved is not None,
-            gated=gated,
-            aligned=moves_tiles(*reads, out=out, transposed=transposed),
-        )
+        aligned, drops = moves_tiles(*reads, out=out, transposed=transposed), function.dropout > 0
+        options = {"backward": derivative is not None, "saved": saved is not None, "gated": gated}
+        macros = cast_macros(scalar, dtype, function.activation, dropout=drops, aligned=aligned, **options)
         tiling = square_tiles(x.layout, sums=derivative is not None)
         has_partial = derivative is not None and derivative.db is not None and tiling.grid[1] > 1
         self.partial_bytes = tiling.sums_bytes if has_partial else 0
@@ -168,10 +161,8 @@ class CastRowsPass:
         check_fp8(device)
         params = CAST_FP8.params(x=Matrix.of(x), fp8=Fp8Output.of(x.layout, out, transposed))
         aligned, tiling = moves_tiles((scalar, x), out=out, transposed=transposed), square_tiles(x.layout)
-        self._finds, self._casts = (
-            Launches(CAST_FP8, cast_macros(scalar, dtype, aligned=aligned, vectors=each), device, tiling, params)
-            for each in (1, 2)
-        )
+        macros = [cast_macros(scalar, dtype, aligned=aligned, vectors=each) for each in (1, 2)]
+        self._finds, self._casts = [Launches(CAST_FP8, each, device, tiling, params) for each in macros]
         self._lengths, self._writes = x.layout.shape, (out is not None, transposed is not None)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
@@ -242,16 +233,16 @@ class CastGatedPass:
         launch()
 
 
-def loss_fp8_macros(scalar: DType, dtype: str, loss: str) -> Macros:
-    """The preprocessor definitions of loss_fp8.cu."""
-    return define(SCALAR=scalar, LOSS=LOSSES[loss], E5M2=dtype == "float8_e5m2")
+def loss_fp8_macros(dtype: str, loss: str) -> Macros:
+    """The preprocessor definitions of loss_fp8.cu, whose matrices are BF16 unless they are FP8."""
+    return define(SCALAR=DType.BFLOAT16, LOSS=LOSSES[loss], E5M2=dtype == "float8_e5m2")
 
 
 class LossCastPass:
     """Computes the mean of a loss, its gradient, and the sums of the gradient's columns.
 
-    The gradient is cast to FP8 and written as it is and transposed, or is written in the prediction's type. The caller
-    has checked by `moves_tiles` that the layouts of all matrices are supported.
+    The gradient is cast to FP8 and written as it is and transposed, or is written in BF16, the type of prediction and
+    target. The caller has checked by `moves_tiles` that the layouts of all matrices are supported.
 
     Args:
         dtype: name of the FP8 type, see `FP8_TYPES`.
@@ -266,26 +257,18 @@ class LossCastPass:
     """
 
     def __init__(
-        self,
-        scalar: DType,
-        prediction: Spec,
-        target: Spec,
-        dtype: str,
-        loss: ElementwiseLoss,
-        accumulate: bool,
-        device: int,
+        self, prediction: Spec, target: Spec, dtype: str, loss: ElementwiseLoss, accumulate: bool, device: int
     ) -> None:
         check_fp8(device)
         layout = prediction.layout
         out, transposed = Spec(packed(*layout.shape)), Spec(packed(layout.cols, layout.rows))
-        macros = loss_fp8_macros(scalar, dtype, loss.name)
         tiling = square_tiles(layout, sums=True)
         self._sums = LossSums(layout, tiling)
         self.scratch_bytes = self._sums.scratch_bytes
         fp8 = Fp8Output.of(layout, out, transposed)
         params = LOSS_FP8.params(*map(Matrix.of, (prediction, target, out)), fp8=fp8, delta=loss.delta)
         params.db.accumulate = accumulate
-        self._launches = Launches(LOSS_FP8, macros, device, tiling, params)
+        self._launches = Launches(LOSS_FP8, loss_fp8_macros(dtype, loss.name), device, tiling, params)
 
     def launch(self, call: Call, memory: StreamMemory) -> None:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.

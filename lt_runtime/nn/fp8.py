@@ -67,18 +67,12 @@ def fp8_outputs(
     epilogue: str = activation.name
     if bias is not None:
         epilogue = "bias" if epilogue == "none" else f"{epilogue}_bias"
-    scale_a, scale_b = (state.slots[row, INVERSE : INVERSE + 1] for row in (X, W))
-    y = matmul(
-        x8.reshape(-1, x8.shape[-1]),
-        w8.T,
-        epilogue=epilogue,
-        bias=bias,
-        dtype=type_name(w.dtype),
-        scale_a=scale_a,
-        scale_b=state.kept.inverse if keeps else scale_b,
-        fast_accumulation=state.recipe.fast_accumulation != "never",
-        stream=stream,
-    ).reshape(*x.shape[:-1], w.shape[0])
+    scale_a = state.slots[X, INVERSE : INVERSE + 1]
+    scale_b = state.kept.inverse if keeps else state.slots[W, INVERSE : INVERSE + 1]
+    kinds: Any = {"dtype": type_name(w.dtype), "fast_accumulation": state.recipe.fast_accumulation != "never"}
+    rows = x8.reshape(-1, x8.shape[-1])
+    y = matmul(rows, w8.T, epilogue=epilogue, bias=bias, scale_a=scale_a, scale_b=scale_b, stream=stream, **kinds)
+    y = y.reshape(*x.shape[:-1], w.shape[0])
     return y if add is None else sum_of(add, y, out=y, stream=stream)
 
 

@@ -196,10 +196,7 @@ def forward_layers(
             elif rng is None:
                 x = linear(x, layer.weight.data, bias, **options)
             elif layer.scales is not None:
-                from lt_runtime.ops.fp8.linear import (  # imported late: few models use FP8
-                    LinearCall,
-                    forward_of_several,
-                )
+                from lt_runtime.ops.fp8.linear import LinearCall, forward_of_several  # late: few models use FP8
 
                 following = layers[i].scales if i < len(layers) else None
                 arrays = x, layer.weight.data, bias, options.get("out"), None, options.get("add")

@@ -77,26 +77,23 @@ class Cast:
 
     def put(
         self,
-        x: int,
-        out: int,
-        transposed: int,
+        operands: tuple[int, ...],
         state: tuple[int, int],
         memory: StreamMemory,
-        backward: tuple[int, int, int, DropoutState | None] = (0, 0, 0, None),
+        dropout: DropoutState | None = None,
     ) -> None:
         """Puts the cast on the memory's stream.
 
         Args:
-            x, out, transposed: addresses.
+            operands: addresses of the source and both results, then of the saved tensor, the bias gradient and its
+                partial sums, which only a cast with a derivative reads.
             state: addresses of the slots and the history; with scales for rows, of two vectors, which get 1 / scale of
-                each row of `out` and of `transposed`.
-            backward: addresses of the saved tensor, the bias gradient and its partial sums, for a cast with a
-                derivative; and the dropout mask.
+                each row of both results.
         """
+        x, out, transposed, saved, db, partial = operands
         if self._by_rows:
             self._cast.launch(Call((x, out, transposed, *state), memory.stream), memory)
             return
-        saved, db, partial, dropout = backward
         slot, dropouts = state[0] + self._slot, (dropout, None)
         amax = slot + AMAX_AT
         if self._scales is not None:
@@ -192,9 +189,9 @@ class Fp8ForwardPlan(Plan):
         if self._x is None:
             driver_call("cuMemcpyDtoDAsync", slots + SLOT * X, slots_of_x + SLOT * X, SLOT, memory.stream)
         else:
-            self._x.put(x, x8, x_transposed, of_x, memory, (0, 0, 0, call.dropouts[1]))
+            self._x.put((x, x8, x_transposed, 0, 0, 0), of_x, memory, call.dropouts[1])
         if self._w is not None:
-            self._w.put(w, w8, w_transposed, of_w, memory)
+            self._w.put((w, w8, w_transposed, 0, 0, 0), of_w, memory)
         product = scratch + apart if self._is_apart else kept or y
         vector = bias if self._adds_bias else 0
         self._product.put(Call((x8, w8, 0, vector, 0, product, *inverses), memory.stream), memory)
@@ -317,7 +314,7 @@ class Fp8BackwardPlan(Plan):
         if self._cast is None:
             dz8, dz8_transposed = dy, saved
         else:
-            self._cast.put(dz, dz8, dz8_transposed, state, memory, (saved, db, partial, call.dropouts[0]))
+            self._cast.put((dz, dz8, dz8_transposed, saved, db, partial), state, memory, call.dropouts[0])
         operands = {
             "dx": (dz8, w_transposed, dx, of_dx, cast_slots + self._pitch * W),
             "dw": (dz8_transposed, x_transposed, dw, of_dw, cast_slots + self._pitch * X),

@@ -52,8 +52,8 @@ def fp8_plans(problem: Fp8ChainProblem, device: int) -> list[tuple[int, Plan]]:
     Raises:
         GpuError: the GPU lacks FP8 or the recipe's scales, or cuBLASLt has no algorithm for one of the products.
     """
-    precision, prologue = Precision(problem.recipe, problem.recipe.recipe == "current"), None
-    forwards, backwards, updates = list[tuple[int, Plan]](), list[tuple[int, Plan]](), list[tuple[int, Plan]]()
+    recipe, prologue, forwards, backwards = problem.recipe, None, list[tuple[int, Plan]](), list[tuple[int, Plan]]()
+    precision = Precision(recipe, recipe.recipe == "current")
     for i, activation in enumerate(problem.activations):
         kept = Saved.NOTHING if activation.name == "none" else Saved.PREACTIVATION
         ((forward, backward),) = LayerChain.of_fp8(_layer_of(problem, i)).keeping({0: kept}).layers
@@ -66,10 +66,10 @@ def fp8_plans(problem: Fp8ChainProblem, device: int) -> list[tuple[int, Plan]]:
             forward = replace(forward, activation=Activation())
         forwards.append((i, Fp8ForwardPlan(Fp8Problem(forward, of_forward), device)))
         backwards.append((i, Fp8BackwardPlan(Fp8Problem(backward, precision), device)))
-    if problem.recipe.recipe == "delayed":
-        scales = ScalesPass(3, problem.recipe.history, problem.recipe.headroom, len(problem.activations), device)
-        updates.append((0, PassPlan(scales, device)))
-    return [*forwards, *reversed(backwards), *updates]
+    if recipe.recipe != "delayed":
+        return [*forwards, *reversed(backwards)]
+    update = ScalesPass(3, recipe.history, recipe.headroom, len(problem.activations), device)
+    return [*forwards, *reversed(backwards), (0, PassPlan(update, device))]
 
 
 def _layer_of(problem: Fp8ChainProblem, i: int) -> Fp8ChainProblem:

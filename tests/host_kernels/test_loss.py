@@ -303,7 +303,7 @@ def test_gradients_in_fp8(runner: Runner, shape: Shape, loss: str, order: int, k
     runner.order, found = order, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fp8, "check_fp8", lambda _: None)
-        cast = LossCastPass(BF16, spec_of(prediction), spec_of(target), kind, options, True, 0)
+        cast = LossCastPass(spec_of(prediction), spec_of(target), kind, options, True, 0)
     for is_cast in (False, True):
         memory, sums = LossMemory(), vector(np.full(shape[1], 2.0), BF16)
         rows, transposed = (Guarded(np.zeros(each), FLAT, DType(kind)) for each in (shape, shape[::-1]))

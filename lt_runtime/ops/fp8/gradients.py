@@ -164,7 +164,7 @@ class CastLoss(PassOperation):
             new[_GRADIENT] = New(scores.shape, dtype.numpy, library)
         else:
             new |= _new_cast(_LOSS_ROWS, options[0], scores)
-        return Request((dtype, scores.spec, target.spec, *options), tuple(range(_GRADIENT, len(self.names) - 1)), new)
+        return Request((scores.spec, target.spec, *options), tuple(range(_GRADIENT, len(self.names) - 1)), new)
 
     def call(self, prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> Call:
         """See `Operation`."""
@@ -193,15 +193,7 @@ def casts_loss(state: FP8State, target: Any) -> bool:
 
 
 def cast_loss(
-    state: FP8State,
-    loss: ElementwiseLoss,
-    db: Any,
-    accumulate: bool,
-    prediction: Any,
-    target: Any,
-    *,
-    share: float,
-    **options: Any,
+    state: FP8State, loss: ElementwiseLoss, db: Any, accumulate: bool, prediction: Any, target: Any, **options: Any
 ) -> tuple[Any, Any]:
     """A loss on a GPU, and its gradient in FP8 for the layer that made the prediction, with the layer's bias gradient.
 
@@ -213,9 +205,8 @@ def cast_loss(
         db: (N,) buffer of the bias gradient, or None.
         accumulate: whether the bias gradient is added to the values in `db`.
         prediction: (..., N), BF16. target: (..., N), same type.
-        share: as for `mse_loss`.
-        options: stream, and grad_scale (None or an array, not a number), as for `mse_loss`; out_loss, a `Tallied`;
-            others have no effect.
+        options: share, stream, and grad_scale (None or an array, not a number), as for `mse_loss`; out_loss, a
+            `Tallied`; others have no effect.
 
     Returns:
         The loss, and a `CastGradient` or an array.
@@ -224,5 +215,5 @@ def cast_loss(
     tally, first = options["out_loss"]
     arrays = prediction, target, None, None, db, None, None, slots, tally, options["grad_scale"]
     how = state.recipe.dtypes[DY].value, loss, accumulate
-    made: tuple[Any, Any] = perform(_CAST_LOSS, arrays, how, (share, first), options["stream"])
+    made: tuple[Any, Any] = perform(_CAST_LOSS, arrays, how, (options["share"], first), options["stream"])
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -102,13 +102,9 @@ class Fp8Forward(LinearForward):
             new[_KEPT] = New((*x.shape[:-1], n), layer.dtype.numpy, x.library)
         if detail.activation.name != "none":  # if the next layer applies the activation, y is the pre-activation
             detail = replace(detail, saved_as=Saved.PREACTIVATION)
-        return request._replace(
-            detail=detail,
-            problem=Fp8Problem(layer, precision),
-            written=(_SLOTS, _HISTORY, *new, *request.written),
-            new=new,
-            dropouts=dropouts if any(dropouts) else None,
-        )
+        written = _SLOTS, _HISTORY, *new, *request.written
+        problem, same = Fp8Problem(layer, precision), request.same
+        return Request(problem, written, new, detail, same, dropouts if any(dropouts) else None)
 
     plan, with_saved = _plan, Operation.with_saved
 
@@ -205,6 +201,10 @@ _FORWARD: Final = Fp8Forward()
 _BACKWARD: Final = Fp8Backward()
 
 
+Below: TypeAlias = LinearContext | GatedContext | None
+"""The context of a layer or gate whose activation and dropout the next layer applies when it casts x; or None."""
+
+
 class LinearCall(NamedTuple):
     """The arguments of a call of the operation `LinearForward`.
 
@@ -238,10 +238,7 @@ def forward(state: FP8State, given: LinearCall) -> tuple[Any, LinearContext]:
 
 
 def forward_of_several(
-    state: FP8State | None,
-    following: FP8State | None,
-    given: LinearCall,
-    below: LinearContext | GatedContext | None = None,
+    state: FP8State | None, following: FP8State | None, given: LinearCall, below: Below = None
 ) -> tuple[Any, LinearContext, LinearContext | None]:
     """One of consecutive layers for which `choose` has been called: y and the context.
 
@@ -271,7 +268,7 @@ def applies_prologue(state: FP8State | None, x: Any) -> bool:
 
 
 def forward_in_fp8(
-    state: FP8State, given: LinearCall, *, below: LinearContext | GatedContext | None = None, defers: bool = False
+    state: FP8State, given: LinearCall, *, below: Below = None, defers: bool = False
 ) -> tuple[Any, LinearContext]:
     """y and the context of a layer whose product is computed in FP8.
 

@@ -14,7 +14,6 @@ from lt_runtime.layout import Order
 from lt_runtime.problem import SCALES, DType, MatmulProblem, Spec
 
 _E5M2: Final = DType.FLOAT8_E5M2
-_NUMBER: Final = ((), (1,))
 
 
 def has_vectors(given: Mapping[str, Operand], shape: tuple[int, ...]) -> bool:
@@ -26,7 +25,7 @@ def has_vectors(given: Mapping[str, Operand], shape: tuple[int, ...]) -> bool:
         LayoutError: a vector has gaps.
     """
     a, b = (given.get(name) for name in SCALES[:2])
-    if all(each is None or each.shape in _NUMBER for each in (a, b)):
+    if all(each is None or each.shape in ((), (1,)) for each in (a, b)):
         return False
     *batch, m, n = shape
     if batch or a is None or b is None or (a.shape, b.shape) != ((m,), (n,)):
@@ -39,12 +38,7 @@ def has_vectors(given: Mapping[str, Operand], shape: tuple[int, ...]) -> bool:
 
 
 def check_options(
-    given: Mapping[str, Operand],
-    types: tuple[DType, DType, DType],
-    epilogue: Epilogue,
-    *,
-    fast: bool,
-    vectors: bool,
+    given: Mapping[str, Operand], types: tuple[DType, DType, DType], epilogue: Epilogue, *, fast: bool, vectors: bool
 ) -> None:
     """Checks scales and options of a product against the types of A, B and D.
 

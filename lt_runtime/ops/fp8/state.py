@@ -111,10 +111,8 @@ class FP8State:
         if self.slots is None:
             return {}
         arrays = {"slots": self.slots, "history": self.history}
-        calibrated = np.isin(np.arange(3), list(self.calibrated))
-        return {name: fetch(*host_access(name, array)).copy() for name, array in arrays.items()} | {
-            "calibrated": calibrated
-        }
+        copies = {name: fetch(*host_access(name, array)).copy() for name, array in arrays.items()}
+        return {**copies, "calibrated": np.isin(np.arange(len(_TENSORS)), [*self.calibrated])}
 
     def load_state_dict(self, state: Mapping[str, Any], *, like: Any = None) -> None:
         """Replaces scales and history by those of a `state_dict`.
