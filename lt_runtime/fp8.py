@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from lt_runtime.arguments import flag, integer, number, one_of, shown
 from lt_runtime.errors import ArgumentError
@@ -86,8 +86,7 @@ class FP8:
         return DType.FLOAT8_E4M3FN, DType.FLOAT8_E4M3FN, gradient
 
 
-@dataclass(frozen=True, slots=True)
-class Prologue:
+class Prologue(NamedTuple):
     """The activation and dropout of the layer below, which a layer's cast of its inputs x applies before it casts.
 
     The cast computes dropout(act(x)), where x is the pre-activation of the layer below. The default leaves x as it is.
@@ -98,13 +97,12 @@ class Prologue:
             the place of x.
     """
 
-    activation: Activation = Activation()  # noqa: RUF009  # it is frozen
+    activation: Activation = Activation()
     dropout: float = 0.0
     gated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
+class Precision(NamedTuple):
     """A layer's FP8 recipe, how a call gets the layer's tensors in FP8, and which of them forward keeps or returns.
 
     Attributes:

@@ -60,7 +60,7 @@ def fp8_plans(problem: Fp8ChainProblem, device: int) -> list[tuple[int, Plan]]:
         assert forward is not None
         assert backward is not None
         is_written, needs_dx = i < len(problem.written) and problem.written[i], backward.dx is not None
-        of_forward = replace(precision, prologue=prologue, has_w8=is_written, needs_dx=needs_dx)
+        of_forward = precision._replace(prologue=prologue, has_w8=is_written, needs_dx=needs_dx)
         prologue = Prologue(activation) if _defers(problem, i) else None
         if prologue is not None:
             forward = replace(forward, activation=Activation())
