@@ -595,9 +595,9 @@ def test_layers_are_in_fp8_where_that_was_measured_to_be_faster(process: Process
 
 
 def test_the_cast_of_a_weight_that_the_optimizer_writes_is_not_counted(process: Process) -> None:
-    """FP8 saves 400 µs of products; its three casts and the update of the scales take 401."""
+    """FP8 saves 398 of 1000 µs of products; its three casts and the update of the scales take 400."""
     with process() as gpu:
-        gpu.streams.costs_us.update({"kernel": 100.0, "matmul": 1200.0, "float8 matmul": 1000.0})
+        gpu.streams.costs_us.update({"kernel": 100.0, "matmul": 500.0, "float8 matmul": 301.0})
         model, found = gpu.lt.MLP([256, 48], dtype="bfloat16", device="cuda", precision="fp8"), []
         for _ in range(2):
             gpu.lt.tune(model, 32, progress=False)
