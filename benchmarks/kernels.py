@@ -529,7 +529,7 @@ CASES: Final[Sequence[Case]] = (
 
 
 def measure_case(case: Case, options: argparse.Namespace, stream: Any) -> Row:
-    """Measures one row of a kernel."""
+    """Measures one case, and returns its row of the result file."""
     ceiling = measured_copies(stream)
     sets = timing.buffer_sets(case.bytes, timing.cache_size()) if case.rotated else 1
     count = timing.repetitions(case.bytes, sets)

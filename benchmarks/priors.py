@@ -2,10 +2,10 @@
 
 The priors are the table by which layers that were not measured choose their strategy.
 
-Each FILE is a result file of the suite `untuned`, whose rows hold the untuned times of a block's passes by their
-strategies; only the half of the blocks that is meant for fitting is read. For each type and activation a small tree of
-limits on sizes is fitted, which chooses the strategy: first for backward, then for forward together with the backward
-pass that follows from its saved tensor.
+Each FILE is a result file of the suite `untuned`; only its blocks of `FIT` are read. Their rows hold the untuned time
+of each forward and backward pass by each strategy. For each type and activation a small decision tree is fitted, whose
+inner nodes compare a size with a limit, and whose leaves are strategies. The backward trees are fitted first. The
+forward trees are fitted to the time of forward plus that of the backward pass to which the saved tensor leads.
 
 The times in `strategies.json`, the default, are of 336 blocks of GELU and ReLU, with the algorithms that were chosen
 untuned at commit 81d33d4, and of 197 blocks of all activations and types at commit 0ecd227: forward as the tuner timed

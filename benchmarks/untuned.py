@@ -1,8 +1,9 @@
 """The suite `untuned`: blocks of every activation in BF16, TF32 and FP32, with untuned plans and with tuned plans.
 
-The shapes are drawn by seeds, as those of the suite `wide` are. The blocks of `FIT` are for fitting the priors: the
-row of such a block also holds the untuned time of each pass by each of the pass's strategies. No fit reads a block of
-`JUDGE`.
+A row times one block of two layers, of a random shape drawn as in the suite `wide`. The blocks form two sets of equal
+size. The priors, which choose the strategies of layers that were not tuned, are fitted to the blocks of `FIT`; the rows
+of these blocks also hold the untuned time of each forward and backward pass by each strategy that it can use. The
+blocks of `JUDGE` are held out, and judge the fitted priors.
 """
 
 from __future__ import annotations

@@ -134,7 +134,8 @@ def batches_of(name: str, given: Any, sizes: Collection[int], batch: str, accept
     """The batches of an iterable, each of which must be a tuple or a list of one of the sizes.
 
     Args:
-        batch, accepted: a batch and the iterable in words, for errors.
+        batch: describes one batch in error messages.
+        accepted: describes the whole iterable in error messages.
 
     Raises:
         KindError: `given` is not an iterable of batches.

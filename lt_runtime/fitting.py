@@ -110,7 +110,7 @@ def fit(
     history, best, waited = list[Epoch](), list[Any](), 0
     lowest, device, size = math.inf, step.model.device, len(batches) if isinstance(batches, Sized) else None
     step.metrics()
-    # In a larger group the processes would stop at different steps, and wait for each other.
+    # With several processes Ctrl-C is not caught: they would stop at different steps, and wait for each other.
     stops = () if step.group is not None and step.group.size > 1 else (KeyboardInterrupt,)
     with progress_bar(shown=flag("progress", progress)) as tell, contextlib.suppress(*stops):
         if valid is not None and not isinstance(valid, Iterator) and step.optimizer.steps.item():

@@ -1,7 +1,8 @@
 """JAX's contender in the suites `steps`, `narrow` and `models`: a compiled loop of training steps.
 
-JAX launches on streams of its own, so its turns are by the wall clock, see `timed_by_host`. A loop of many steps is one
-call, so the host's work for a call is measured only where a contender has `_call` in its name.
+JAX launches on streams of its own, which CUDA events on our stream cannot time, so that it is timed by the wall clock;
+see `timed_by_host`. One call runs a loop of many steps, so that its time hides the host's work for a single step. This
+work is included only where a contender has `_call` in its name.
 """
 
 from __future__ import annotations

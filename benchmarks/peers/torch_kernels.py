@@ -70,7 +70,7 @@ def _compiled(task: Callable[..., Any], *, wanted: bool = True, mode: str = AUTO
 
 
 def _inputs(buffers: Sets, count: int) -> list[tuple[torch.Tensor, ...]]:
-    """The first arrays of each set as tensors; PyTorch allocates its results itself."""
+    """The first `count` arrays of each buffer set as tensors, the task's inputs; PyTorch allocates its own results."""
     return [tuple(tensor(array) for array in arrays[:count]) for arrays in buffers]
 
 
@@ -243,8 +243,9 @@ def adamw(
 ) -> Contender:
     """PyTorch's fused AdamW on parameters of the type `kept`.
 
-    For BF16 parameters with FP32 masters the contender does what a script does around the optimizer: it converts
-    gradients to FP32, clips the gradients, updates the masters, and converts them to BF16. With `casts`, E4M3 follows.
+    For BF16 parameters with FP32 masters the contender does all work of a step in mixed precision: it converts the
+    gradients to FP32, clips them, updates the masters, and converts these to BF16 parameters. With `casts`, it then
+    casts the parameters to E4M3.
     """
     parameters = _parameters(shapes, kept)
     optimizer = torch.optim.AdamW(parameters, lr=1e-5, fused=True, capturable=True)

@@ -28,7 +28,8 @@ MAX_GRID_Z: Final = 65535
 # the column sums have enough counters of finished blocks.
 _FEWEST_FLAT: Final = (OCTET, 2 * OCTET + 1)
 _MOST_FLAT: Final = 1 << 18
-_MAX_ROWS: Final = 2**32 - 4 * MAX_GRID_Y * THREADS  # a kernel counts rows in 32 bits, and loads four steps ahead
+# The row index, of 32 bits, must not overflow where a kernel loads rows up to four steps ahead.
+_MAX_ROWS: Final = 2**32 - 4 * MAX_GRID_Y * THREADS
 _OCTETS_A_THREAD: Final = 2
 _FOLDED_ROW: Final = 2048  # An elementwise pass divides contiguous arrays into rows of at most this many elements.
 # In a small matrix, one block sums all rows of a strip (a few octets of columns), without waiting for other blocks: the

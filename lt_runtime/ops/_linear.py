@@ -353,7 +353,11 @@ class LinearBackward(Operation):
 
 
 def write_gradients(options: BackwardOptions, values: Mapping[str, Any], outputs: Sequence[Any]) -> None:
-    """Writes gradients of NumPy arrays into their buffers, or adds them; `outputs` are in the order of the names."""
+    """Stores NumPy gradients in the caller's buffers, or adds them to the buffers.
+
+    Args:
+        outputs: a buffer or None for each name of `_OUTPUTS`, in that order.
+    """
     for name, out in zip(_OUTPUTS, outputs, strict=True):
         if out is not None:
             adds = options.accumulate_dx if name == "dx" else options.accumulate and name != "dz"

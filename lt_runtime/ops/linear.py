@@ -36,8 +36,8 @@ def linear_fwd(
 
     NumPy arrays run the reference in float64; arrays on a GPU run there, on one stream, without synchronising.
     Any operand, outputs included, may be row- or column-major with any leading dimension: `w.T` serves weights
-    that are stored (inputs, outputs). M is the product of the leading axes "..." of x, of which there must be one:
-    they are rows, where they lie, and so they must have one stride from row to row.
+    that are stored (inputs, outputs). x has one or more leading axes "...", whose product is M. They are read as the
+    rows of a matrix without a copy, so that the rows must be evenly spaced in memory.
 
     Products accumulate in FP32. A 16-bit y is rounded once, with one exception: if our kernel applies only activation
     or dropout, it reads a pre-activation that is rounded to 16 bits, as in PyTorch. The reference rounds each result

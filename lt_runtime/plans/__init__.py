@@ -1,1 +1,1 @@
-"""A layer at run time: strategies, priors, plans, and the cache of plans in memory."""
+"""A layer at run time: strategies, priors (which choose strategies where nothing was measured), plans, their cache."""

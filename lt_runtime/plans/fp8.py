@@ -26,7 +26,7 @@ X, W, DY = range(3)
 """Rows of x, w and dy in the slots (the scales, see `SLOT_WIDTH`) and in the history of largest magnitudes."""
 _WORD: Final = 4  # bytes of an FP32 number
 SLOT: Final = _WORD * SLOT_WIDTH
-"""Bytes of a tensor's slot."""
+"""Bytes of a tensor's slot: its scale, 1 / scale, largest magnitude and counters; see `INVERSE`."""
 INVERSE_AT, SCALE_AT, AMAX_AT = (_WORD * column for column in (INVERSE, SCALE, AMAX))
 """Distances in bytes from a tensor's slot to its 1 / scale, its scale, and its largest magnitude."""
 _SCALES: Final = ("scale_a", "scale_b")

@@ -44,7 +44,7 @@ class _Rates(NamedTuple):
 _WHOLE_16_BITS: Final = _Rates(2.2, 570e6, 3.2e6)
 _RAGGED_16_BITS: Final = _Rates(6.0, 60e6, 2.2e6)
 _RAGGED_16_BITS_SHORT_K: Final = _Rates(3.4, 45e6, 1.3e6)
-"""Rates for ragged products with a short K, which cuBLASLt does not split among blocks; see `most_promising`."""
+"""Rates for ragged products whose K is too short for split-K in cuBLASLt; see `most_promising`."""
 _PAIRED_16_BITS: Final = _Rates(8.0, 150e6, 4.4e6)
 _PAIRED_16_BITS_SHORT_K: Final = _Rates(3.4, 90e6, 2.6e6)
 """Rates for ragged products whose rows all begin at multiples of 4 bytes, so that cuBLASLt loads elements in pairs."""

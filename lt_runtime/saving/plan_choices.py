@@ -78,7 +78,7 @@ def take_choices(path: object, text: object, model: Block) -> None:
 
 
 def _problems(model: Block, device: int, store: PlanStore) -> Iterator[Remembered]:
-    """The problems of a model's training steps that have plans: FP8 layers, narrow MLPs, layers, and all products."""
+    """The problems, met in a model's training steps, for which plans are made, each once."""
     for given in dict.fromkeys(each for met in model.met for each in met.to_tune()):
         if isinstance(given, MatmulProblem):
             yield from (given, plain_product(given))

@@ -60,8 +60,9 @@ def chain(
 ) -> Tensor:
     """Computes `linear_layers`; those of the modules `layers` that have FP8 scales run in FP8.
 
-    A layer runs in its own type if no gradient will be computed, if its tensors hold no values, or for the reason that
-    its `scales.fallback` then gives. The layers of a gated block run either all three in FP8 or none.
+    A layer runs in its own type if no gradient will be computed, if its tensors are meta or fake tensors, or if FP8 was
+    not chosen for it; `scales.fallback` then gives the reason. The layers of a gated block run all three in FP8, or
+    none does.
     """
     for each in layers:
         if vars(each).get("scales") is not None:

@@ -112,7 +112,7 @@ def read_copies(called: Sequence[Any], weights: Sequence[Tensor]) -> None:
 def followed(optimizers: Sequence[Any]) -> Iterator[None]:
     """A `with` block for a capture whose graph reads the copies of the given optimizers.
 
-    The caller calls their `apply_settings` before each launch of the graph.
+    Before each launch of the graph, the caller must call `apply_settings` of each optimizer.
     """
     _followed.extend(optimizers)
     try:

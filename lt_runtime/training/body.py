@@ -76,7 +76,7 @@ class StepLoss(NamedTuple):
     elementwise: ElementwiseLoss | None = None
 
     def adds_to_tally(self, outputs: Any) -> bool:
-        """Whether `compute` takes a `Tallied` as `out_loss`, for these outputs on a GPU."""
+        """Whether `compute` can also add the loss of these outputs, on a GPU, to sums over steps; see `Tallied`."""
         classes = outputs.shape[-1] if self.classifies else None
         return not self.is_own and outputs.size > 0 and losses.adds_to_tally(classes)
 

@@ -213,9 +213,9 @@ class _Check:
     def _baked_places(self, watch: Watch, executable: Any, changes: Callable[[], bool]) -> Sequence[Place]:
         """The places of nodes whose arguments or values differ in a second capture; an unknown place if none differs.
 
-        If several nodes differ, the other values are written into one node after the other. A node is reported only if
-        this changes the results of a replay, which `changes` tells. CuPy leaves a part of its kernel arguments
-        uninitialised: that part differs between captures, but kernels never read it.
+        If several nodes differ, the second capture's values are written into the graph one node at a time. A node is
+        reported only if this changes the results of a replay, which `changes` tells. CuPy leaves a part of its kernel
+        arguments uninitialised: that part differs between captures, but kernels never read it.
         """
         before = {node: host_values(node) for node in watch.nodes}
         again, graph, _ = self._capture()
