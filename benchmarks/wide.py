@@ -24,7 +24,7 @@ _SHAPES: Final = 16  # Number of shapes in each stratum.
 _MOST_MULTIPLICATIONS: Final = 1 << 35  # Upper limit of M·N·K, so that the suite takes minutes.
 _APART: Final = "apart"  # the half of the shape that was not drawn
 _SLOW: Final = 16384, 100, 700
-"""A shape that was not drawn; untuned plans were slower than PyTorch's for it."""
+"""M, N and K of a block that was not drawn; untuned plans for it were slower than PyTorch."""
 _PEERS: Final = ("torch_graph", TORCH_COMPILE, MAX_AUTOTUNE)
 
 Shape = tuple[int, int, int]

@@ -78,7 +78,7 @@ def take_choices(path: object, text: object, model: Block) -> None:
 
 
 def _problems(model: Block, device: int, store: PlanStore) -> Iterator[Remembered]:
-    """The problems, met in a model's training steps, for which plans are made, each once."""
+    """The problems that a model's training steps have met and that have plans: layers, narrow MLPs, FP8, products."""
     for given in dict.fromkeys(each for met in model.met for each in met.to_tune()):
         if isinstance(given, MatmulProblem):
             yield from (given, plain_product(given))

@@ -85,7 +85,7 @@ def suited_layers(
         if state is not None
         and id(weight) in trained
         and users[id(weight)] == 1
-        # The optimizer's moments are always aligned.
+        # The update also reads and writes the optimizer's moments, which are always aligned.
         and is_suited(state, weight.data.shape, (weight.data, weight.grad, weight.master))
     ]
 
