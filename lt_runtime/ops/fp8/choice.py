@@ -34,7 +34,7 @@ class Candidate(NamedTuple):
 
     @classmethod
     def of(cls, state: FP8State | None, w: Any, bias: Any, activation: Any, compute: Any) -> Self:
-        """Makes the candidate for a layer from its arrays. N and K are 0 if w is no matrix, which the layer refuses later."""
+        """Makes the candidate for a layer from its arrays; N and K are 0 if w is no matrix, which the layer refuses."""
         outputs, inputs = w.shape if len(getattr(w, "shape", ())) == 2 else (0, 0)
         return cls(state, outputs, inputs, bias is not None, activation, compute)
 
