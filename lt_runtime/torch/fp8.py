@@ -66,6 +66,8 @@ def chain(
     """
     for each in layers:
         if vars(each).get("scales") is not None:
+            if operator is GATED and None in [vars(each).get("scales") for each in layers]:
+                break  # torch.compile can trace this call, unlike one in FP8
             return _with_scales(operator, layers, x, parameters, options, add)
     return linear_layers(x, parameters, options, add, operator)
 
@@ -122,10 +124,9 @@ def _is_in_fp8(state: FP8State | None) -> bool:
 
 
 def _gated_at_once(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
-    """Runs the layers of a gated block, either all three in FP8 or none."""
+    """Runs the layers of a gated block, which all have FP8 scales, either all three in FP8 or none."""
     weights, biases = parameters[::2], parameters[1::2]
-    have_scales = all(vars(each).get("scales") is not None for each in layers)
-    if not (have_scales and fits(x, weights[0]) and fits(weights[0], weights[2])):
+    if not (fits(x, weights[0]) and fits(weights[0], weights[2])):
         return linear_layers(x, parameters, options, add, GATED)
     fp8_steps.layers.update(layers)
     needs_dx = x.requires_grad, x.requires_grad, True

@@ -367,6 +367,18 @@ def test_compiled_models_call_layers_in_fp8() -> None:
     assert layer.scales.calibrated == {0, 1}
 
 
+@pytest.mark.parametrize("missing", ["gate", "up", "down"])
+def test_a_compiled_gated_block_without_scales_of_a_layer_is_one_graph(missing: str) -> None:
+    """Such a block computes in its own type, which torch.compile can trace."""
+    block, x = ltt.FeedForward(32, 48, "silu", gated=True, precision="fp8"), torch.randn(32, 32)
+    plain = ltt.FeedForward(32, 48, "silu", gated=True)
+    plain.load_state_dict(block.state_dict())
+    getattr(block, missing).scales = None
+    compiled = torch.compile(block, backend="eager", fullgraph=True)
+    for call in (compiled, block):
+        assert torch.equal(call(x), plain(x))
+
+
 @pytest.mark.parametrize(("precision", "error"), [("fp4", ArgumentError), (8, KindError)])
 @pytest.mark.parametrize(
     "make", [lambda **given: ltt.Linear(16, 16, **given), lambda **given: ltt.MLP([16, 16], **given)]
