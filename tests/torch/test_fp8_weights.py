@@ -118,6 +118,12 @@ def _edit(model: Any, optimizer: Any) -> None:
         model[0].weight.clamp_(-0.01, 0.01)
 
 
+def _edit_data(model: Any, optimizer: Any) -> None:
+    """Writes values by the way that PyTorch does not count, and counts the write."""
+    model[0].weight.data.clamp_(-0.01, 0.01)
+    torch.autograd.graph.increment_version(model[0].weight)
+
+
 def _swap(model: Any, optimizer: Any) -> None:
     """Trains on other values for a step, and puts back the former ones."""
     weight = model[0].weight
@@ -171,8 +177,11 @@ def _misplace_gradient(model: Any, optimizer: Any) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [_edit, _swap, _load, _load_optimizer, _descend, _scale, _update_scales, _infer, _freeze, _misplace_gradient],
-)
+    [
+        _edit, _edit_data, _swap, _load, _load_optimizer, _descend, _scale, _update_scales, _infer, _freeze,
+        _misplace_gradient,
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("path", ["GPU"], indirect=True)
 def test_changes_between_steps_are_seen(path: str, monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
     assert_as_cast(monkeypatch, made, change)
