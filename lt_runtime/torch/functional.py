@@ -15,7 +15,7 @@ from lt_runtime.torch.linear import LinearLayers
 from lt_runtime.torch.norms import Dropout, Norm
 from lt_runtime.torch.operators import Operator, Options
 from lt_runtime.torch.padded import PaddedLinear, is_ragged
-from lt_runtime.torch.tensors import Tensor, Tensors, check_tensors
+from lt_runtime.torch.tensors import Tensor, Tensors, check_tensors, is_autocast
 
 LINEAR: Final = LinearLayers()
 _PADDED: Final = PaddedLinear()
@@ -191,10 +191,9 @@ def cast(operands: tuple[Any, ...]) -> tuple[Any, ...]:
     if not torch._C._is_any_autocast_enabled():
         return operands
     check_tensors(x=operands[0])
-    kind = operands[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not is_autocast(operands[0]):
         return operands
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(operands[0].device.type)
     if dtype not in _AUTOCAST_TYPES:
         raise DTypeError(f"torch.autocast casts to {dtype}; accepted are bfloat16, float16 and float32")
     return tuple([each if each is None or each.dtype not in _AUTOCAST_TYPES else each.to(dtype) for each in operands])

@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from lt_runtime.torch.fp8 import chain
 from lt_runtime.torch.functional import GATED, LINEAR, PLAIN, layer_norm, rms_norm
 from lt_runtime.torch.operators import Operator
-from lt_runtime.torch.tensors import Tensor
+from lt_runtime.torch.tensors import Tensor, is_autocast
 
 Function: TypeAlias = "Callable[..., Any] | str"
 """The function that computes what a module does; or, as a string, the reason why there is none."""
@@ -152,7 +152,7 @@ def _norm(module: Any) -> Function:
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
 
     def compute(x: Tensor) -> Any:
-        is_cast = x.dtype is not torch.float32 and torch.is_autocast_enabled(x.device.type)
+        is_cast = x.dtype is not torch.float32 and is_autocast(x)
         if is_cast or x.dtype is not weight.dtype:  # PyTorch's result may have another type than x
             return None
         return layer_norm(x, weight, bias, eps=eps) if has_mean else rms_norm(x, weight, eps=eps)
@@ -171,7 +171,7 @@ def _residual(*parts: Any) -> Function:
     def compute(x: Tensor, add: Tensor = None) -> Any:
         add = x if add is None else add
         # The addition is fused only for equal types: PyTorch's sum of two types would have the type of `add`.
-        is_exact = x.dtype is add.dtype and not torch.is_autocast_enabled(x.device.type)
+        is_exact = x.dtype is add.dtype and not is_autocast(x)
         total = run(x, add) if is_exact else run(x) + add
         y = normalise(total)
         return norm(total) if y is None else y

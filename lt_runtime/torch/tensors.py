@@ -33,6 +33,12 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def is_autocast(tensor: Tensor) -> bool:
+    """Whether `torch.autocast` is enabled for a tensor's device; it never is for meta tensors."""
+    is_any: bool = torch._C._is_any_autocast_enabled()
+    return is_any and not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
+
+
 def check_tensors(**operands: Tensor) -> None:
     """Raises `KindError` unless all operands, given by name, are tensors; a bias, and an addend "add", may be None."""
     for name, each in operands.items():

@@ -196,6 +196,20 @@ def test_under_autocast_types_are_those_of_the_model(make: Callable[[], Any]) ->
         assert (ours - theirs).norm() <= 0.05 * theirs.norm() + 1e-6
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("make", [bert, llama])
+def test_on_the_meta_device_shapes_and_types_are_those_of_the_model(make: Callable[[], Any], autocast: bool) -> None:
+    with torch.device("meta"):
+        model, ids = make().double(), torch.ones(2, 9, dtype=torch.int64)
+    made = []
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = model(ids)[0]
+        made.append((y.shape, y.dtype, y.device))
+        ltt.replace(model)
+    assert made[0] == made[1]
+
+
 def test_parts_that_get_hooks_or_are_exchanged_later_are_called() -> None:
     model = sequence().double().eval()
     ltt.replace(model)
