@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeAlias
 
 import torch
+from torch.autograd import forward_ad
 
 from lt_runtime.arrays.operand import fp64_on_host
 from lt_runtime.errors import LtError
@@ -20,6 +21,7 @@ Needs: TypeAlias = Sequence[bool]
 """Whether each operand needs a gradient."""
 
 LIBRARY: Final = torch.library.Library("lt_runtime", "DEF")
+_is_compiling: Final = torch.compiler.is_dynamo_compiling
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
@@ -256,7 +258,7 @@ def begin_backward(name: str, ctx: Any, *dys: Tensor) -> None:
             f"backward with create_graph=True reached lt_runtime's {name}, which has no second derivative; "
             "use PyTorch's own layer where one is needed"
         )
-    for dy in () if torch.compiler.is_dynamo_compiling() else dys:  # the compiler cannot trace the check
+    for dy in () if _is_compiling() else dys:  # the compiler cannot trace the check
         if dy is not None and torch._C._functorch.is_legacy_batchedtensor(dy):
             raise SecondDerivativeError(
                 f"is_grads_batched=True or vectorize=True reached lt_runtime's {name}; give one gradient at a time"
@@ -267,16 +269,24 @@ def is_eager(tensors: Tensors) -> bool:
     """Whether a call may bypass the dispatcher: nothing traces it, and all tensors are plain ones that hold values.
 
     Raises:
-        SecondDerivativeError: a transform of `torch.func` is active.
+        SecondDerivativeError: a transform of `torch.func` is active, or a tensor has a forward-mode derivative.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if _is_compiling():
         return False
     if torch._C._are_functorch_transforms_active():
         raise SecondDerivativeError(
             "transforms of torch.func, such as grad and vmap, do not reach into lt_runtime's layers; use PyTorch's own"
         )
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
+        raise SecondDerivativeError(
+            "lt_runtime's layers have no forward-mode derivative (torch.autograd.forward_ad); use PyTorch's own"
+        )
     is_plain = _PLAIN.issuperset(map(type, tensors)) and not torch._C._len_torch_dispatch_stack()
     return is_plain and tensors[0] is not None and not tensors[0].is_meta
+
+
+def _has_tangent(operand: Any) -> bool:
+    return isinstance(operand, torch.Tensor) and forward_ad.unpack_dual(operand).tangent is not None
 
 
 def _is_dense(operand: Any) -> bool:

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: N812
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import lt_runtime as lt
@@ -361,6 +362,16 @@ def test_second_derivatives_and_transforms_are_refused() -> None:
         torch.vmap(lambda x: ltt.functional.linear(x[None], w))(x)
     with pytest.raises(SecondDerivativeError, match=r"is_grads_batched=True .* linear"):
         torch.autograd.grad(y, x, torch.ones(2, 3, 5), is_grads_batched=True)
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_forward_mode_derivatives_are_refused_and_not_lost(requires_grad: bool) -> None:
+    x, w = torch.ones(3, 4), torch.ones(5, 4, requires_grad=requires_grad)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        with pytest.raises(SecondDerivativeError, match="forward-mode derivative"):
+            ltt.functional.linear(dual, w)
+        assert ltt.functional.linear(x, w).shape == (3, 5)
 
 
 @pytest.mark.parametrize(
