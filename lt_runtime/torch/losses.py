@@ -16,7 +16,7 @@ from lt_runtime.torch.functional import LINEAR, PLAIN, cast
 from lt_runtime.torch.linear import compute_of
 from lt_runtime.torch.operators import Needs, Operator, Options
 from lt_runtime.torch.padded import columns_of, padded_like, whole_rows
-from lt_runtime.torch.tensors import Tensor, Tensors, check_operands, check_shape, check_tensors, placed
+from lt_runtime.torch.tensors import Tensor, Tensors, check_dense, check_operands, check_shape, check_tensors, placed
 
 _REDUCTIONS: Final = ("mean", "sum")
 _TENSORS: Final = "out_gradient", "out_loss", "grad_scale", "class_weights", "row_weights"
@@ -197,15 +197,20 @@ def cross_entropy(
     if input.dim() != 2:
         axis = min(input.dim() - 1, 1)
         rows = (*input.shape[:axis], *input.shape[axis + 1 :])
-        check_shape("target", target, rows, f"as input has shape {tuple(input.shape)}")
+        _check_labels("target", target, rows, input.device)
         logits, target = input.movedim(axis, -1).reshape(-1, input.shape[axis]), target.reshape(-1)
     if weight is not None:
-        check_tensors(weight=weight)
+        check_operands({"weight": weight})
         if weight.requires_grad and torch.is_grad_enabled():
             raise ArgumentError("weight requires a gradient, which this loss does not have; give weight.detach()")
         weight = weight.to(_loss_type(input))
-    loss = _CROSS_ENTROPY((logits, target, weight), options)
-    return loss if reduction == "mean" else _sum_of_mean(loss, target, weight, ignore_index)
+    if reduction == "mean":
+        return _CROSS_ENTROPY((logits, target, weight), options)
+    _CROSS_ENTROPY.check((logits, target, weight), options)
+    divisor = _divisor(target, weight, ignore_index, _loss_type(input))
+    if weight is not None:  # a mean over labels that all weigh nothing is NaN, and so is its gradient times 0
+        weight = torch.where(divisor == 0, 1.0, weight)
+    return _sum_of_mean(_CROSS_ENTROPY((logits, target, weight), options), divisor)
 
 
 def linear_cross_entropy(
@@ -247,7 +252,7 @@ def linear_cross_entropy(
     options = _options(ignore_index, reduction, label_smoothing)
     if x.dim() < 1 + flag("shift", shift):
         raise ShapeError(f"x has shape {tuple(x.shape)}; accepted are (..., K), with shift (..., rows, K)")
-    check_shape("labels", labels, tuple(x.shape[:-1]), f"as x has shape {tuple(x.shape)}")
+    _check_labels("labels", labels, x.shape[:-1], x.device)
     if shift:
         labels = torch.nn.functional.pad(labels[..., 1:], (0, 1), value=ignore_index)
     x, weight, bias = cast((x, weight, bias))
@@ -258,7 +263,7 @@ def linear_cross_entropy(
     wanted = tuple([is_training and each is not None and each.requires_grad for each in (x, weight, bias)])
     of_layer = chunk or 0, x.dtype is torch.float16, wanted
     loss = _LINEAR_CROSS_ENTROPY((x, weight, bias, labels), (*options, *of_layer))
-    return loss if reduction == "mean" else _sum_of_mean(loss, labels, None, ignore_index)
+    return loss if reduction == "mean" else _sum_of_mean(loss, _divisor(labels, None, ignore_index, loss.dtype))
 
 
 def _options(ignore_index: Any, reduction: Any, label_smoothing: Any) -> tuple[int, float]:
@@ -272,7 +277,8 @@ def _options(ignore_index: Any, reduction: Any, label_smoothing: Any) -> tuple[i
     return integer("ignore_index", ignore_index), smoothing
 
 
-def _check_labels(name: str, labels: Tensor, rows: tuple[int, ...], device: Any) -> None:
+def _check_labels(name: str, labels: Tensor, rows: Any, device: Any) -> None:
+    check_dense(name, labels)
     if labels.dtype not in (torch.int64, torch.int32):
         others = "for probabilities use torch.nn.functional.cross_entropy"
         raise DTypeError(f"{name} is {labels.dtype}; accepted are int64 and int32; {others}")
@@ -285,11 +291,14 @@ def _loss_type(like: Tensor) -> Any:
     return torch.float64 if like.dtype is torch.float64 else torch.float32
 
 
-def _sum_of_mean(mean: Tensor, labels: Tensor, weight: Tensor, ignore_index: int) -> Tensor:
-    """The sum of the losses: their mean times the number of labels that are kept, or the sum of their weights."""
+def _divisor(labels: Tensor, weight: Tensor, ignore_index: int, dtype: Any) -> Tensor:
+    """The number of labels that are kept, or the sum of their weights, by which a mean loss is divided."""
     kept = labels != ignore_index
     terms = kept if weight is None else torch.where(kept, weight[labels.clamp(0, len(weight) - 1).long()], 0.0)
-    divisor = terms.sum(dtype=mean.dtype)
+    return terms.sum(dtype=dtype)
+
+
+def _sum_of_mean(mean: Tensor, divisor: Tensor) -> Tensor:
     return torch.where(divisor == 0, 0.0, mean * divisor)
 
 

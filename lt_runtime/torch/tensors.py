@@ -53,16 +53,14 @@ def check_operands(operands: dict[str, Tensor]) -> None:
         KindError: see `check_tensors`.
         DeviceError: an operand is neither on a GPU nor on the CPU, or not on the first one's device.
         DTypeError: the first one's type is not accepted, or another's differs. FP64 is accepted on the CPU only.
-        LayoutError: an operand is sparse or quantised.
+        LayoutError: see `check_dense`.
     """
     check_tensors(**operands)
     operands = {name: each for name, each in operands.items() if each is not None}
     first = next(iter(operands))
     device, dtype = operands[first].device, operands[first].dtype
     for name, each in operands.items():
-        if each.layout is not torch.strided or each.is_quantized:
-            kind = "quantised" if each.is_quantized else each.layout
-            raise LayoutError(f"{name} is {kind}; accepted are dense tensors: {name}.to_dense(), or dequantize()")
+        check_dense(name, each)
         if each.device != device:
             raise DeviceError(f"{name} is on {each.device} but {first} on {device}; all must be on one device")
         if each.dtype != dtype:
@@ -71,6 +69,13 @@ def check_operands(operands: dict[str, Tensor]) -> None:
         raise DeviceError(f"{first} is on {device}; accepted are tensors on a GPU of NVIDIA's and on the CPU")
     if dtype not in DTYPES or (dtype is torch.float64 and device.type == "cuda"):
         raise DTypeError(f"{first} is {dtype}; accepted are float32, float16, bfloat16, and on the CPU float64")
+
+
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raises `LayoutError` for a sparse or quantised tensor."""
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        kind = "quantised" if tensor.is_quantized else tensor.layout
+        raise LayoutError(f"{name} is {kind}; accepted are dense tensors: {name}.to_dense(), or dequantize()")
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[Any, ...], why: str) -> None:

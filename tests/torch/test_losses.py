@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: N812
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, LayoutError, ShapeError
 from lt_runtime.torch import cross_entropy, linear_cross_entropy, losses
 from lt_runtime.torch.operators import SecondDerivativeError
 from lt_runtime.torch.tensors import as_numpy
@@ -100,6 +100,15 @@ def test_cross_entropy_is_pytorchs(
         theirs,
         2**10,
     )
+
+
+def test_a_sum_over_labels_that_weigh_nothing_is_zero_and_so_is_its_gradient(path: str) -> None:
+    ours, target, weight = leaves((9, 5), dtype=torch.float32), torch.zeros(9, dtype=torch.int64), torch.ones(5)
+    weight[0] = 0
+    loss = cross_entropy(ours[0], target, weight, reduction="sum")
+    expected = F.cross_entropy(ours[0], target, weight, reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(loss, ours), torch.autograd.grad(expected, ours))
 
 
 @pytest.mark.parametrize("path", ["GPU"], indirect=True)
@@ -296,6 +305,14 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "trained weight": (lambda: cross_entropy(X, T, torch.ones(6).requires_grad_()), ArgumentError, "weight requires a"),
     "number": (lambda: cross_entropy(torch.ones(()), T), ShapeError, "input has shape"),
     "complex": (lambda: cross_entropy(X.to(torch.complex64), T), DTypeError, r"input is torch\.complex64"),
+    "sparse target": (lambda: cross_entropy(X, T.to_sparse()), LayoutError, r"target is torch\.sparse_coo"),
+    "sparse labels": (lambda: linear_cross_entropy(X, W, T.to_sparse()), LayoutError, r"labels is torch\.sparse_coo"),
+    "complex weight": (
+        lambda: cross_entropy(X, T, torch.ones(6, dtype=torch.complex64)), DTypeError, r"weight is torch\.complex64"
+    ),
+    "weight of a sum": (
+        lambda: cross_entropy(X, T, torch.ones(6, device="meta"), reduction="sum"), DeviceError, "weight is on meta"
+    ),
     "other device": (lambda: cross_entropy(X, T.to("meta")), DeviceError, "target is on meta"),
     "weight": (lambda: linear_cross_entropy(X, W.t(), T), ShapeError, r"weight has shape \(6, 5\)"),
     "types": (lambda: linear_cross_entropy(X, W.half(), T), DTypeError, r"weight is torch\.float16"),
@@ -303,7 +320,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "labels": (lambda: linear_cross_entropy(X, W, T[:7]), ShapeError, r"labels has shape \(7,\)"),
     "axes": (lambda: linear_cross_entropy(X[0], W, T[0], shift=True), ShapeError, r"x has shape \(6,\)"),
     "chunk": (lambda: linear_cross_entropy(X, W, T, chunk=0), ArgumentError, "chunk is 0"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("run", "error", "message"), BAD.values(), ids=BAD)
