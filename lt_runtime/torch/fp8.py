@@ -82,7 +82,8 @@ def _with_scales(
     """
     x, add, *parameters = cast((x, add, *parameters))
     trains = torch.is_grad_enabled() and torch._C._any_requires_grad(x, add, *parameters)
-    if not (trains and is_eager((x, add, *parameters))):  # meta and fake tensors hold no values
+    # Meta and fake tensors hold no values; the operator refuses sparse ones.
+    if not (trains and is_eager((x, add, *parameters)) and x.layout is torch.strided):
         return linear_layers(x, parameters, options, add, operator)
     return (_gated_at_once if operator is GATED else _in_parts)(layers, x, parameters, options, add)
 

@@ -394,3 +394,5 @@ def test_errors_name_the_operands() -> None:
         layer(torch.randn(32, 48))
     with pytest.raises(OperandError, match=r"weight is torch.float32 but x is torch.bfloat16"):
         layer(torch.randn(32, 64, dtype=torch.bfloat16))
+    with pytest.raises(OperandError, match=r"x is torch\.sparse_coo"):
+        layer(torch.randn(32, 64).to_sparse())
