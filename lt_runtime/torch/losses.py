@@ -19,7 +19,6 @@ from lt_runtime.torch.padded import columns_of, padded_like, whole_rows
 from lt_runtime.torch.tensors import Tensor, Tensors, check_dense, check_operands, check_shape, check_tensors, placed
 
 _REDUCTIONS: Final = ("mean", "sum")
-_TENSORS: Final = "out_gradient", "out_loss", "grad_scale", "class_weights", "row_weights"
 _CALLERS: Final = {"labels": "target", "class_weights": "weight"}
 """PyTorch's names of operands of `lt.cross_entropy`."""
 _CHUNK_BYTES: Final = 1 << 28
@@ -64,10 +63,11 @@ class CrossEntropy(Operator):
         self._run(loss, made[0], saved, options, dys[0])
 
     def _run(self, loss: Tensor, gradient: Tensor, operands: Tensors, options: Options, scale: Tensor = None) -> None:
-        logits, labels, weight = operands
-        arrays = logits, labels, gradient, loss, scale, weight
+        logits, labels, weight, gradient, loss, scale = placed((*operands, gradient, loss, scale))
+        arrays: Any = {"out_gradient": gradient, "out_loss": loss, "grad_scale": scale, "class_weights": weight}
+        (ignored, smoothing), wanted = options[:2], gradient is not None
         try:
-            _evaluate(arrays, ignore_index=options[0], label_smoothing=options[1])
+            loss_of(logits, labels, ignore_index=ignored, label_smoothing=smoothing, need_gradient=wanted, **arrays)
         except ArgumentError as error:  # on the CPU the values of labels and weights are checked
             operand, _, found = str(error).partition(" ")
             raise ArgumentError(f"{_CALLERS.get(operand, operand)} {found}") from None
@@ -124,17 +124,17 @@ class LinearCrossEntropy(Operator):
         for i, start in enumerate(range(0, rows, chunk)):
             part, z = slice(start, start + chunk), logits[: rows - start]
             linear(*placed((x[part], weight, bias)), compute=compute_of(x.dtype), out=placed([z])[0])
-            own = z[:, :classes]
             # `lt.cross_entropy` divides by the number of rows that it gets.
-            tensors: Any = own, labels[part], own, losses[i], None, None, weights[part] * len(z)
-            _evaluate(tensors, ignore_index=None, label_smoothing=smoothing)
+            own, of, loss, factors = placed((z[:, :classes], labels[part], losses[i], weights[part] * len(z)))
+            more: Any = {"label_smoothing": smoothing, "row_weights": factors, "out_loss": loss}
+            loss_of(own, of, ignore_index=None, out_gradient=own, **more)
             if wanted[0]:
                 _multiply(z, weight, dx[part])
             if wanted[1]:
                 _multiply(z.t(), x[part], dw, adds=i > 0)
             if wanted[2]:
                 db = z.sum(0, dtype=summed) + (db if i else 0)
-        z = own = tensors = logits = None  # frees the chunk's logits before the rounded gradients are allocated
+        z = own = logits = None  # frees the chunk's logits before the rounded gradients are allocated
         made = [each.div_(after) if is_half else each.to(dtype) for each in (dx, dw[:classes], db[:classes])]
         return [torch.where(count > 0, losses.sum() / after, math.nan), *made]
 
@@ -307,18 +307,6 @@ def _rows_of_chunk(rows: int, classes: int, x: Tensor) -> int:
     most: int = max(_CHUNK_BYTES // max(1, classes * x.itemsize), x.shape[1], _CHUNK_ROWS)
     chunks = max(1, -(-rows // most))
     return max(1, -(-rows // (chunks * _CHUNK_ROWS))) * _CHUNK_ROWS
-
-
-def _evaluate(tensors: Tensors, **options: Any) -> None:
-    """Writes the mean loss and, if it has a buffer, the gradient.
-
-    Args:
-        tensors: logits, labels, and the arguments of `lt.cross_entropy` that `_TENSORS` names, in this order.
-        options: further arguments of `lt.cross_entropy`.
-    """
-    logits, labels, *others = placed(tensors)
-    options |= zip(_TENSORS, others, strict=False)
-    loss_of(logits, labels, need_gradient=others[0] is not None, **options)
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:
