@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import re
 import statistics
 from collections.abc import Iterable, Mapping
@@ -106,11 +107,14 @@ def _class_of(base: Any) -> Any:
     """Makes the subclass of a module class `base` whose method computes by the package's operations."""
     kind = KINDS[full_name(base)]
     original, read = getattr(base, kind.method), kind.function if kind.parts else kind.read
+    _, *parameters = inspect.signature(original).parameters
 
     @functools.wraps(original)
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
         function = read(self)
-        result = None if isinstance(function, str) else function(*arguments, *keywords.values())
+        # With keywords in another order, or unknown ones, the original method runs or raises.
+        is_unusual = keywords and [*keywords] != parameters[len(arguments) : len(arguments) + len(keywords)]
+        result = None if is_unusual or isinstance(function, str) else function(*arguments, *keywords.values())
         return original(self, *arguments, **keywords) if result is None else result
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}

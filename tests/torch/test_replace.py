@@ -196,6 +196,17 @@ def test_under_autocast_types_are_those_of_the_model(make: Callable[[], Any]) ->
         assert (ours - theirs).norm() <= 0.05 * theirs.norm() + 1e-6
 
 
+def test_keywords_may_come_in_any_order_and_must_be_the_class_s() -> None:
+    module = bert().double().eval().bert.encoder.layer[0].attention.output
+    given = {name: torch.randn(2, 16, dtype=torch.float64) for name in ("hidden_states", "input_tensor")}
+    expected = module(**given)
+    ltt.replace(module)
+    for names in (("hidden_states", "input_tensor"), ("input_tensor", "hidden_states")):
+        torch.testing.assert_close(module(**{name: given[name] for name in names}), expected, **CLOSE)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        module(given["hidden_states"], other=given["input_tensor"])
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("make", [bert, llama])
 def test_on_the_meta_device_shapes_and_types_are_those_of_the_model(make: Callable[[], Any], autocast: bool) -> None:
