@@ -85,10 +85,9 @@ class LinearCrossEntropy(Operator):
     options = "int ignore_index, float label_smoothing, int chunk, bool is_half, bool[] wanted"
 
     def check(self, operands: Tensors, options: Options) -> None:
-        """See `Operator`."""
-        x, weight, bias, labels = operands
+        """See `Operator`; `linear_cross_entropy` has checked the labels."""
+        x, weight, bias, _ = operands
         LINEAR.check((x, None, None, weight, bias), PLAIN)
-        _check_labels("labels", labels, x.shape[:-1], x.device)
 
     def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:
         """See `Operator`."""
