@@ -27,7 +27,7 @@ Time = tuple[str, str, str]
 
 
 class Changes(NamedTuple):
-    """How times changed.
+    """How times changed from the old runs to the new ones.
 
     Attributes:
         ratios: the ratios of all pairs of runs, by time.
@@ -74,7 +74,7 @@ def _is_ours(time: Time) -> bool:
 
 
 def summary(medians: Mapping[Time, float], beyond: set[Time]) -> Iterator[str]:
-    """A line for each suite about lt_runtime's times, and one about those of other libraries."""
+    """For each suite, a line about lt_runtime's times and a line about other libraries' times."""
     for suite, ours in sorted({(time[0], _is_ours(time)) for time in medians}):
         some = [time for time in medians if (time[0], _is_ours(time)) == (suite, ours)]
         far = sorted(abs(medians[time] - 1) for time in some)[math.ceil(0.95 * len(some)) - 1]

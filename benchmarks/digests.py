@@ -140,9 +140,9 @@ def _digest_of(suffix: str, content: bytes) -> str:
 
 
 def _bare_python(code: str) -> str:
-    """Python code without comments, docstrings and figures over rows.
+    """Python code without comments, docstrings, and the function that computes figures over rows of results.
 
-    All versions of Python give the same text, unlike syntax trees.
+    Lines are removed from the source, because a dump of the syntax tree differs between versions of Python.
     """
     lines = code.split("\n")
     for token in tokenize.generate_tokens(io.StringIO(code).readline):

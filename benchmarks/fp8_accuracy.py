@@ -105,7 +105,7 @@ def _rounded(values: Any) -> tuple[Any, Any]:
 
 
 class Round:
-    """The students of a round, which have the same initial values; each has another recipe.
+    """One student for each recipe, all with the same initial values.
 
     Attributes:
         students: by the recipe's name. training: their steps.
@@ -134,7 +134,7 @@ class Round:
 
 
 def losses(task: Task, seed: int, steps: int, device: str) -> tuple[dict[str, float], dict[str, int]]:
-    """Trains the students of a round; returns, by recipe, their losses, and the overflows that they counted."""
+    """Trains a student for each recipe; returns, by recipe, their losses, and the overflows that they counted."""
     import lt_runtime as lt
 
     made = Round(task, seed, device)

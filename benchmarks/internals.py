@@ -50,7 +50,7 @@ from lt_runtime.training.fp8_weights import Fp8Weights
 
 Call = Callable[[], object]
 
-# Private parts for the suite `narrow`.
+# Private parts of lt_runtime that the suite `narrow` uses.
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from benchmarks.report import RESULTS
 FILE: Final = RESULTS / "plots" / "speedup.png"
 GROWTH: Final = RESULTS / "plots" / "growth.png"
 DIGEST: Final = "Source"
-"""The key in the picture's metadata under which the digest is stored."""
+"""The key in the picture's metadata that holds the digest of the results that it shows."""
 
 _KINDS: Final = {"bf16": ("#0072B2", "o"), "tf32": ("#E69F00", "s")}
 _ACTIVATIONS: Final = {"gelu": "GELU", "relu": "ReLU"}
@@ -133,9 +133,9 @@ def _draw(figure: Any) -> None:
 
 
 def _by_shape(suites: Sequence[str]) -> dict[str, list[Comparison]]:
-    """The comparisons of some suites by the label of their line; steps that are timed as script calls are left out.
+    """Groups the comparisons of `suites` by the label of their line in the plot.
 
-    So are cases of an activation for which there is no marker.
+    Leaves out steps that a script calls one by one, and cases of an activation that has no marker in the plot.
     """
     lines: dict[str, list[Comparison]] = {}
     for each in itertools.chain.from_iterable(map(comparisons, suites)):

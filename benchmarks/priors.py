@@ -173,10 +173,7 @@ def _kind(row: Row) -> str:
 
 
 def _undisturbed(times: Mapping[str, float]) -> dict[str, float]:
-    """Returns `times` without disturbed times.
-
-    A time counts as disturbed if it is much longer than the time of the same kernels in another order.
-    """
+    """Leaves out times that are much longer than the time of the same kernels in another order."""
     by_kernels: dict[str, list[float]] = {}
     for name, us in times.items():
         by_kernels.setdefault(name.rpartition(" ")[0], []).append(us)

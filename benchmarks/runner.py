@@ -33,7 +33,7 @@ _FEWER: Final = ("ours", "contenders", "no_compile")
 WHOLE: Final = "whole"
 """The entry of a row's `seconds` for all that measuring the row took."""
 _WRITTEN_ANEW: Final = ("machine", "commit", "when", "summary", "rows")
-_PARTS: Final = 4  # The table of seconds names this many parts of a row, the longest ones.
+_PARTS: Final = 4  # number of stages, the longest ones, that the table of seconds names for each case
 
 Rows = dict[str, dict[str, Any]]
 """Type: the rows of a result file, by case."""

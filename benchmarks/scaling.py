@@ -41,7 +41,7 @@ CASES: Final = {_BF16[preset].name: GroupCase(**vars(_BF16[preset])) for preset 
 
 
 def measure(case: StepCase, options: argparse.Namespace, plans: str, stream: Any) -> Row:
-    """A step alone, and of a group of one; with two GPUs also the times of two processes, see `pair`."""
+    """Times a step without a group and in a group of one process; with two GPUs also adds the times of `pairs`."""
     import cupy as cp
 
     import lt_runtime as lt

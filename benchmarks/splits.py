@@ -64,7 +64,7 @@ class Plans(NamedTuple):
         return Contender(lambda i, stream: self.run(addresses[i], stream))
 
     def run(self, at: Arrays, stream: int) -> None:
-        """Launches the block's four passes on a stream; `at` holds addresses."""
+        """Launches forward of both layers, then backward of both; `at` holds the arrays' addresses."""
         saved = at.y1 if self.first.strategy.saved is Saved.OUTPUT else at.kept
         self.first.run(Call((at.x, at.w1, at.b1, at.y1, at.kept, 0), stream))
         self.second.run(Call((at.y1, at.w2, at.b2, at.y2, 0, 0), stream))

@@ -34,7 +34,7 @@ PREFETCH: Final = "prefetch gpt2-mlp-x2 BF16"
 # Compiling takes a minute and more. Autocast is not compiled: it was 16 % to 27 % slower than BF16 parameters.
 _COMPILED_WAYS: Final = (None, "bf16")
 
-_TURN_US: Final = 10_000.0  # A turn takes at least about this long, in microseconds.
+_TURN_US: Final = 10_000.0  # In a turn one contender repeats its step for about this long (µs) or longer.
 _LEAST_REPLAYS: Final = 2
 _MOST_REPLAYS: Final = 200
 _LEAD: Final = 8  # A turn begins with an eighth as many untimed replays, in which the host gets ahead of the GPU.
@@ -288,7 +288,7 @@ def memory_of(case: StepCase, stream: Any) -> int:
     return int(pool.used_bytes() - before - setup.extra_bytes) + memory_of_step(step)
 
 
-# Functions that measure rows.
+# Functions that measure a case and return its row of the result file.
 
 
 def measure_case(case: StepCase, options: argparse.Namespace, stream: Any) -> Row:

@@ -186,7 +186,7 @@ def _memory(row: Json) -> str:
 
 
 def models() -> str:
-    """Table of training steps of models of blocks."""
+    """Table of the suite `models`: training steps of models such as those of examples/."""
     lines = []
     for row in rows_of("models"):
         graph = row["ratio"].get("torch_graph")
@@ -425,7 +425,7 @@ def rendered(text: str) -> str:
 def note_code(found: Mapping[str, str]) -> None:
     """Writes the digests of the present code, by suite, and its commit beside the results.
 
-    Rows that were measured with this code on a machine without git are given the commit.
+    Also writes the commit into rows of the same digest whose commit is unknown, as on a machine without git.
     """
     commit = report.clean_commit(digests.SOURCES)
     report.write_json(kept.RESULTS / kept.CODE, {"commit": commit, "digests": found})

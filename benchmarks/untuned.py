@@ -39,7 +39,7 @@ _ROUNDS: Final = 3
 def blocks() -> list[Block]:
     """Returns all blocks: those to which trees are fitted and those that judge the trees, alternately.
 
-    Each half uses all pairs of type and activation before it repeats one, so that a few first blocks vary in both.
+    Each set goes through all pairs of type and activation again and again, so that its first few blocks vary in both.
     """
     halves = [_drawn(half) for half in (FIT, JUDGE)]
     return [block for pair in zip(*halves, strict=True) for block in pair]

@@ -40,7 +40,7 @@ struct Tanh {
 // The tanh form, 0.5 z (1 + tanh(u)) with u = √(2/π) (z + 0.044715 z³), is computed as z σ(2u): tanhf takes some thirty
 // instructions, σ takes four.
 struct Gelu {
-  static constexpr float kLinear = 1.5957691216057308f;  // 2√(2/π): 2u / z for small z
+  static constexpr float kLinear = 1.5957691216057308f;  // 2√(2/π), the coefficient of z in 2u
   static constexpr float kCubic = kLinear * 0.044715f;
   static __device__ float gate(float z, float square) {
     return reciprocal_approx(1.0f + exp2_approx(z * (-kLog2E * kLinear - kLog2E * kCubic * square)));

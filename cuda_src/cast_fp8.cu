@@ -34,7 +34,7 @@ namespace lt {
 struct CastFp8Params {
   Matrix x;
   Matrix saved;  // the tensor for the derivative; null if SAVED is 0
-  Matrix value;  // null if GATED is 0
+  Matrix value;  // factor of the activated gate; null if GATED is 0
   Fp8Output fp8;
   Fp8Output fp8_value;  // results for the gradient of `value`, only if GATED and BACKWARD are 1
   ColumnSum<SCALAR> db;  // bias gradient, only if BACKWARD is 1: each row of blocks of the grid sums a part of the rows

@@ -18,7 +18,7 @@ namespace lt {
 
 struct CrossEntropyParams {
   Matrix logits;
-  Matrix gradient;  // gradient of the logits, which may overwrite them; the same matrix if GRADIENT is 0
+  Matrix gradient;  // gradient of the logits, which may overwrite them; equal to `logits` if GRADIENT is 0
   const void* labels;
   const float* counted;     // divisor of the mean, from count_labels; null if each block counts the labels itself
   const float* grad_scale;  // factor of the gradient, in device memory; null means 1

@@ -125,7 +125,8 @@ __device__ inline void store_amax(float* amax, float value, int self) {
 }
 
 // Converts the eight rows of a thread's patch to FP8, and stores them as they are, transposed or both. Blocks have
-// kTileBlock × kTileBlock threads. Writers of different kNumber have tiles of their own in shared memory.
+// kTileBlock × kTileBlock threads. Two writers of one kernel need different kNumber, so that each has its own tile in
+// shared memory.
 template <int kNumber = 0>
 class Fp8Writer {
  public:
@@ -196,7 +197,8 @@ class Fp8Writer {
 #endif
   }
 
-  // A thread stores one run of each of four columns; eight consecutive threads store four whole columns of the tile.
+  // A thread stores 16 consecutive elements of each of four columns; eight consecutive threads store four whole columns
+  // of the tile.
   __device__ void store_tile(uint32 block_row) const {
     const int self = threadIdx.y * kTileBlock + threadIdx.x, run = self % kRuns, word = self / kRuns;
     const uint32* first = shared_tile() + run * kRun * kWords + (word ^ swizzle(run));

@@ -51,7 +51,7 @@
 namespace lt {
 
 constexpr int kRowTiles = ROW_TILES;
-constexpr int kChunk = kRowTiles * kStep;  // rows of a chunk, which a row warp processes at a time
+constexpr int kChunk = kRowTiles * kStep;  // rows of a chunk, which a row warp processes together
 constexpr int kInputSteps = INPUTS / kStep;
 constexpr int kOutputSteps = OUTPUTS / kStep;
 constexpr int kPitch = WIDTH + kSkew;
@@ -148,7 +148,9 @@ __device__ constexpr int sums_before_layer(int layer) {
   for (int i = 0; i < layer; ++i) sums += sums_of_layer(tiles_down(i) * kStep, columns_of(i) * kStep);
   return sums;
 }
-constexpr int kPartial = sums_before_layer(HIDDEN + 1) + (kHasLoss ? kLossPlaces : 0);  // number of sums of a block
+// Number of partial sums that a block writes to global memory: for the gradients of all layers, and for the loss if
+// there is one.
+constexpr int kPartial = sums_before_layer(HIDDEN + 1) + (kHasLoss ? kLossPlaces : 0);
 
 // The run of sum warp WARP.
 template <int WARP>
@@ -260,8 +262,8 @@ __device__ inline Activated activated<Silu>(float z, float) {
   const float s = sigmoid(z), y = z * s;
   return Activated{y, s + (y - y * s)};
 }
-// Computes the derivative as `Gelu::derivative` does. The output is computed from the limited square too, which does
-// not change it: beyond the limit the gate is 0 or 1.
+// Computes the derivative as `Gelu::derivative` does, from z² limited to 256. The output uses the limited z² too: this
+// leaves it unchanged, because beyond |z| = 16 the sigmoid is 0 or 1.
 template <>
 __device__ inline Activated activated<Gelu>(float z, float) {
   const float square = fminf(z * z, 256.0f), s = Gelu::gate(z, square), y = z * s;

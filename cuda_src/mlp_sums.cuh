@@ -19,7 +19,7 @@ constexpr int kFragment = 128;  // number of sums of a tile: four for each lane
 // Number of sums reserved for the loss: one, and three of padding that keep each block's sums aligned to 16 bytes.
 constexpr int kLossPlaces = 4;
 
-// Number of tiles of 8 columns in a row of tiles, including the bias gradient's.
+// Number of 16 × 8 tiles across the gradient of a layer's weight, and one more for the bias gradient.
 __host__ __device__ constexpr int tiles_across(int inputs) { return inputs / 8 + 1; }
 
 // Number of sums of a layer; both arguments are padded to multiples of 16.

@@ -16,7 +16,7 @@ struct NarrowParams {
   Matrix b;          // the operand B (K, N), or its transpose
   Matrix c;          // the operand C; may be null or the same memory as `d`
   Matrix d;
-  SCALAR* vector;    // (N) the bias, (M) the sum of A over K, or (N) the sum of D over M; may be absent
+  SCALAR* vector;    // narrow_n: (N) bias; narrow_m: (M) sum of A over K; narrow_k: (N) sum of D over M; may be null
   float* partial;    // partial sums over parts of K, or of M; used if several blocks share a sum
   uint32* tickets;   // counters of `is_last_block`; used if several blocks share a sum
   int64 rows;        // M

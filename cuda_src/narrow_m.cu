@@ -81,9 +81,9 @@ __device__ inline void multiply(float (&sums)[kTerms], const NarrowParams& p, co
   }
 }
 
-// Adds up terms over the lanes of a warp that have the same columns, which are the lanes whose numbers differ only in
-// the bits from `distance` down to blockDim.x. Calls `use(term, sum)` once for each term, in one of these lanes;
-// `first` is the number of terms[0].
+// Adds up terms over the lanes of a warp that have the same columns. The indices of these lanes differ only in the bits
+// `distance`, `distance` / 2, … blockDim.x, all powers of two. Calls `use(index, sum)` once for each term, in one of
+// these lanes; terms[0] has the index `first`.
 template <int kCount, class Use>
 __device__ inline void sum_over_lanes(float* terms, int first, uint32 distance, Use use) {
   const uint32 lane = (threadIdx.y * blockDim.x + threadIdx.x) % kWarp;

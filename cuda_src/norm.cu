@@ -221,7 +221,7 @@ __device__ inline void sum_over_lanes(float (&values)[kCount], uint32 lanes) {
   for (float& value : values) {
 #pragma unroll
     for (uint32 step = kLanes / 2; step > 0; step /= 2) {
-      // Lanes outside the group shuffle too, because a branch around the shuffle took longer than the shuffle.
+      // Steps of `lanes` or more shuffle too and drop the result: a branch around the shuffle took longer than it.
       const float other = __shfl_xor_sync(0xFFFFFFFF, value, step);
       if (step < lanes) value += other;
     }

@@ -22,7 +22,8 @@ constexpr int64 kPacketStride = static_cast<int64>(kLanes) * kPacket;
 constexpr int64 kBatchStride = kPacketStride * kPacketsInFlight;
 constexpr bool kLongRows = ROW_BLOCKS == 1;
 constexpr uint32 kKept = ROW_KEPT;
-// Number of a row's batches whose slots are freed by the first pass.
+// The first pass over a row (maximum and sum) frees the shared memory of its first kFreed batches of packets: of those
+// that registers keep for the gradient, or of all if no gradient is written.
 constexpr uint32 kFreed = kWrites ? kKept : 0xFFFFFFFF;
 
 __device__ inline uint32 smaller(uint32 a, uint32 b) { return a < b ? a : b; }

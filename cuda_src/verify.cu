@@ -60,7 +60,7 @@ __device__ inline double load(const Elements& matrices, int64 batch, int64 row, 
   }
 }
 
-// Describes the type of results.
+// Precision and range of the type to which results are rounded.
 struct Rounding {
   double unit;     // one unit in the last place, relative to the number
   double least;    // smallest normal number
@@ -162,7 +162,8 @@ __device__ inline void finish(const ExpectParams& p, int64 batch, int64 row, int
   if (p.c.data != nullptr) product += load(p.c, batch, row, col);
   if (p.bias.data != nullptr) product += load(p.bias, batch, 0, col);
   error += p.addition * fabs(product);
-  if (p.kept.values != nullptr && p.keeps_mask) {  // near 0 the sign may be wrong, so that either bit is accepted
+  // If the product's error may change its sign, either bit of the mask is accepted.
+  if (p.kept.values != nullptr && p.keeps_mask) {
     p.kept.values[at] = product > 0.0;
     p.kept.limits[at] = fabs(product) <= error;
   } else if (p.kept.values != nullptr) {

@@ -65,7 +65,7 @@ def adamw(shapes: Shapes) -> Call:
 
 
 def replayed(name: str, *arguments: Any) -> Call:
-    """Replays a graph of one of this module's calls."""
+    """Captures the call that this module's function `name` makes; returns the function that replays the graph."""
     graph = _captured(globals()[name](*arguments))
     return graph.replay
 

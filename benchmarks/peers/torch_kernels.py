@@ -194,7 +194,7 @@ def norm_forward(buffers: Sets, vectors: tuple[Any, ...], *, compiled: bool = Fa
 
 
 def norm_backward(buffers: Sets, vectors: tuple[Any, ...], *, compiled: bool = False) -> Contender:
-    """The gradients of x, weight and bias from x and dy; the third arrays, if any, are added to dx."""
+    """The gradients of a norm's x, weight and bias. A buffer set is (x, dy) or (x, dy, add); `add` is added to dx."""
     weights = [tensor(each) for each in vectors]
     shape, inputs = tuple(weights[0].shape), _inputs(buffers, 3)
     if len(weights) == 2:

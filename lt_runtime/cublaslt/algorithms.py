@@ -86,7 +86,7 @@ class Algorithm:
         """Reads one capability; for TILE_IDS and STAGES_IDS use `capabilities`.
 
         Raises:
-            CublasLtError: the library refused, for example because the blob is not from the library.
+            CublasLtError: cuBLASLt refused the query, for example because the algorithm's bytes are not from cuBLASLt.
         """
         if attribute in ARRAYS:
             raise ArgumentError(f"{attribute} has many values; use capabilities()")
@@ -97,7 +97,7 @@ class Algorithm:
         """Reads TILE_IDS or STAGES_IDS: the members of `MatmulTile` or `MatmulStages` that the algorithm supports.
 
         Raises:
-            CublasLtError: the library refused, for example because the blob is not from the library.
+            CublasLtError: cuBLASLt refused the query, for example because the algorithm's bytes are not from cuBLASLt.
         """
         if attribute not in ARRAYS:
             raise ArgumentError(f"{attribute} has one value; use capability()")

@@ -157,7 +157,7 @@ def function(name: str) -> Callable[..., Any]:
 
 
 def call(name: str, *arguments: Any, attribute: Attribute | None = None) -> None:
-    """Calls the C function `name`, and raises the exception of `failure` unless the call succeeds."""
+    """Calls the C function `name`; raises the exception that `failure` makes if the call fails."""
     if status := loaded().function(name)(*arguments):
         raise failure(name, status, attribute)
 

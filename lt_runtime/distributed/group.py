@@ -73,7 +73,8 @@ class Group(Fixed):
 
     def __init__(self, wire: Wire) -> None:
         self._wire, self._engines = wire, dict[int, Engine]()
-        self._summed = set[str]()  # the shapes and types of arrays that all processes have summed
+        # Lists of shapes and types on which the processes have agreed, so that later sums need no comparison.
+        self._summed = set[str]()
         self.rank: Final = wire.rank
         self.size: Final = wire.size
         self.local_rank: Final = local_rank()

@@ -46,7 +46,7 @@ class MpiWire:
         # Values of the host have a communicator of their own, so that a process whose order of calls differs waits.
         self._comm, self._values, self._questions = (MPI.COMM_WORLD.Dup() for _ in range(3))
         self.rank, self.size = int(self._comm.Get_rank()), int(self._comm.Get_size())
-        self._count = 0  # number of operations so far
+        self._count = 0  # number of the group's operations in which this process has taken part
         self._farewells = list[Any]()
         self._left = dict[int, int]()  # by rank: in how many operations a process took part before it ended
         atexit.register(self._leave)  # runs before MPI_Finalize, which waits for the other processes
@@ -131,7 +131,7 @@ class MpiWire:
             self._questions.send((self._count, what), status.source, tag=_ANSWER)
         while self._questions.iprobe(tag=_FAREWELL, status=status):
             self._left[status.source] = self._questions.recv(source=status.source, tag=_FAREWELL)
-        # a process that took part in the present operation before it ended is not missing
+        # A process that has ended is missing only if it took part in fewer operations than this one.
         if gone := [rank for rank, count in self._left.items() if count < self._count]:
             self.abort(f"it waits for {what}, and rank {', '.join(map(str, gone))} has ended")
 

@@ -202,9 +202,9 @@ def branch(memory: StreamMemory, *, reads_scratch: bool = False) -> Iterator[Str
 def deferred_joins(memory: StreamMemory) -> Iterator[None]:
     """Within the `with` block the stream does not wait at the end of a branch, but goes on with its next operations.
 
-    The stream waits for the branch at the end of the next `deferred_joins` block, in `join`, or at the end of a
-    branch outside of these blocks. After the last block the caller uses `join` or a branch, so that the
-    graph waits for all branches.
+    The stream waits for the branch when the next `deferred_joins` block ends, when `join` is called, or when a branch
+    outside of such blocks ends. After the last block the caller must call `join` or open such a branch: otherwise a
+    capture would end while the stream has not waited for all branches.
     """
     branched = memory.is_branched
     with end_of(memory.branch.stream) if branched else contextlib.nullcontext() as earlier:

@@ -85,7 +85,8 @@ class Call:
         """Makes the call of a loss.
 
         Args:
-            scalars: a number by which the gradient is multiplied, and whether the loss is of a step's first part.
+            scalars: a number by which the gradient is multiplied, and whether the loss is of the first micro-batch of a
+                step.
             scale: address of an FP32 number that is a second factor of the gradient, or 0.
             state: address of the `TallyState` to which the loss, times the first factor, is added; or 0.
         """

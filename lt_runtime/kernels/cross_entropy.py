@@ -174,8 +174,8 @@ class RowSharing:
     def kept(self) -> int:
         """Batches that a thread keeps in registers: the group's number if a row has more batches, otherwise 0.
 
-        With both label smoothing and class weights the number is 0 too: then every column has a weight of its own, and
-        on sm_75 the BF16 kernel would spill registers.
+        With both label smoothing and class weights a thread keeps no batch either: each column then has a weight of its
+        own, and on sm_75 the BF16 kernel would spill registers.
         """
         kept = self.row_group.kept
         return kept if self.batches > kept and self.writes and not self.spreads else 0

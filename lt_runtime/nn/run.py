@@ -258,8 +258,8 @@ class Pass:
     def wrote(self) -> None:
         """Tells `on_written` that the running block has written all gradients whose buffers it got so far.
 
-        `on_written` is also called at the end of each block's backward. The gradients that the loss has written, whose
-        buffers were given outside of any block, count as written too.
+        `on_written` is also called at the end of each block's backward. The next call also reports the gradients that
+        the loss has written, whose buffers the pass gave while no block was running.
         """
         if self.on_written is not None:
             self.join()
@@ -326,7 +326,9 @@ class Pass:
 
     @contextlib.contextmanager
     def backward_of(self, block: Surrounded) -> Iterator[None]:
-        """Context manager around a block's backward: as `forward_of`, and checks that it takes what forward kept.
+        """Context manager around a block's backward: opens its range, and adds the block's name to errors.
+
+        It also checks that the backward takes all that the block's forward kept.
 
         Raises:
             ArgumentError: another block's backward is due; or this block's backward has not taken all that its forward

@@ -82,7 +82,7 @@ class Cast:
         memory: StreamMemory,
         dropout: DropoutState | None = None,
     ) -> None:
-        """Puts the cast on the memory's stream.
+        """Launches the cast on the stream of `memory`.
 
         Args:
             operands: addresses of the source and both results, then of the saved tensor, the bias gradient and its

@@ -128,7 +128,7 @@ def _is_copied(problem: MatmulProblem, *, k_major: bool = False) -> bool:
 LIBRARY: Final = Method("", "cuBLASLt", b"", False, lambda _: True, library_us, MatmulPlan)
 PADDED: Final = Method("PADDED", "padded", PADDED_MARK, False, _is_copied, copies_us, PaddedPlan)
 _ALONG_K: Final = partial(_is_copied, k_major=True), partial(copies_us, k_major=True), partial(PaddedPlan, k_major=True)
-"""The functions `supports`, `estimate_us` and `build` of the method `K_MAJOR`, which copies operands along K."""
+"""The functions `supports`, `estimate_us` and `build` of `K_MAJOR`, whose copies of A and B are contiguous along K."""
 K_MAJOR: Final = Method("K_MAJOR", "along K", K_MAJOR_MARK, False, *_ALONG_K)
 NARROW: Final = Method(
     "NARROW_MATMUL", "our kernel for narrow products", NARROW_MATMUL.blob, True, narrow.supports, narrow_us, NarrowPlan

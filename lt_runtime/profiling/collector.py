@@ -69,8 +69,7 @@ class Collector:
         self._thread, self._own_thread = _Thread(), 0
         self._threads = set[int]()  # ids of the threads that have opened ranges during the profile
         self._ids, self._paths = dict[Path, int](), dict[int, Path]({0: ()})
-        # The history of open ranges in the thread that made the profile: ids of paths, and the time from which each was
-        # open.
+        # Changes of the innermost open range in the thread that made the profile: times (ns), ids of the ranges' paths.
         self._borders, self._opened = array("q"), array("q")
         # Maps the id of a graph and of a node in it to the ranges in which the node was captured. A cloned or
         # executable graph is traced back to its source, which is the graph that it was made from.
@@ -182,7 +181,9 @@ class Collector:
             each.end_ns = host_begun + round((each.end_ns - cupti_begun) * rate)
 
     def _range_of_call(self, number: int | None, call: Activity | None) -> Path:
-        """The ranges that were open at a call; `number` is the id of their path, which CUPTI linked to the call.
+        """The ranges that were open at a call; `number` is the id of their path, or None.
+
+        CUPTI recorded the id with the call, as its external correlation id.
 
         A call of a thread that has opened no range, such as PyTorch's threads for backward passes, gets the ranges that
         were open at the time in the thread that made the profile.

@@ -304,7 +304,8 @@ def _load(layer: Any, state_dict: dict[str, Any], prefix: str, _: Any, *others: 
         # `_follow` later moves new scales to the weight's device.
         layer.scales.load_state_dict(state, like=np.empty(0, np.float32))
     except LtError as error:
-        others[-1].append(f"{prefix}scales: {error}")  # the last of `others` is the list of errors that PyTorch raises
+        # The hook's last argument is the list of messages that load_state_dict raises as one error.
+        others[-1].append(f"{prefix}scales: {error}")
 
 
 def _wait_for(scales: FP8State) -> None:

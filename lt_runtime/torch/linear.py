@@ -146,8 +146,8 @@ def _ascend(options: Options, x: Any, add: Any, key: Any, parameters: Tensors, b
 
     Args:
         buffers: for each layer, buffers for its output and its pre-activation, each or None; None for new outputs.
-        kept: three lists, which get the `Layer`, the output and the saved tensor of each layer, whose plan then decides
-            what is saved for backward; or None.
+        kept: None, or three lists that get each layer's `Layer`, output and saved tensor. The layer's plan then decides
+            which tensor is saved for backward.
     """
     last, compute = len(options[0]) - 1, compute_of(x.dtype)
     for i, (activation, slope, p) in enumerate(zip(*options, strict=True)):

@@ -109,11 +109,11 @@ class LinearCrossEntropy(Operator):
         # of x, weight and bias are divided afterwards.
         weights, after = kept.to(exact) / (1 if is_half else divisor), divisor if is_half else 1
         chunk = chunk or _rows_of_chunk(rows, classes, x)
-        if weight.is_contiguous():  # a transposed weight stays as it is, and so does the layout of its gradient
+        if weight.is_contiguous():  # a transposed weight is not padded, so that its gradient has its layout
             weight, bias = whole_rows(weight), whole_rows(bias)
         losses = x.new_zeros(-(-rows // chunk), dtype=exact)
         dtype = exact if is_half else x.dtype
-        summed = exact if len(losses) > 1 else dtype  # the type of sums over chunks
+        summed = exact if len(losses) > 1 else dtype  # the type of dw and db, which are summed over chunks of rows
         empty = torch.empty_like if rows else torch.zeros_like
         dx, dw, db = [
             empty(each, dtype=kind) if want else x.new_empty(0, dtype=kind)

@@ -72,7 +72,7 @@ class Report(tuple[Replacement, ...]):
 
 
 def _refused(parts: Iterable[Any]) -> str:
-    """Says why the parameters of some modules are not accepted; "" if they are accepted."""
+    """Says why the parameters of some modules prevent their replacement; "" if they do not."""
     modules = [part for part in parts if isinstance(part, nn.Module)]
     parameters = [each for module in modules for each in module.parameters(recurse=False)]
     for each in parameters:

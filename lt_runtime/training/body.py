@@ -547,9 +547,10 @@ class StepBody:
 def _last_linear(block: Block) -> Linear | None:
     """The last linear layer, if its dz is the gradient of the model's outputs; None if there is no such layer.
 
-    The last layer is looked for only in blocks that pass the gradient of the outputs on to it unchanged. A `Residual`
-    whose last layer is in FP8 is left out, because the block also adds that gradient to the gradient of its inputs. An
-    `MLP` that is not in FP8 is left out too: tuning compares its layers, with the bias gradient, with a single kernel.
+    The loss can do work of this layer's backward, see `_compute`. The layer must get the gradient of the model's
+    outputs unchanged. The last layer of a `Residual` counts only if it is not in FP8, because the block also adds that
+    gradient to the gradient of its inputs. The last layer of an `MLP` counts only in FP8: in other types tuning has
+    compared the layers, each with its bias gradient, with one kernel for the whole MLP.
     """
     if type(block) is Chain:
         return _last_linear(block.sequence[-1])

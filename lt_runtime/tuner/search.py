@@ -68,7 +68,10 @@ def tune_chains(chains: Iterable[Tunable], device: int, *, progress: Progress | 
 
 
 _Group: TypeAlias = tuple[Sequence[Remembered], Callable[[], Tuned | None]]
-"""A group: problems that are decided together, and a function that decides them; it returns None for a repetition."""
+"""A group of problems that are decided together, and the function that decides them.
+
+The function returns None if a matrix is empty, or if this session has already decided equal problems.
+"""
 
 
 class _Session:

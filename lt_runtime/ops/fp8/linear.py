@@ -70,8 +70,9 @@ def _plan(_: Operation, request: Request, device: int, stream: int) -> Plan:
 class Fp8Forward(LinearForward):
     """`LinearForward` with the product in FP8.
 
-    The last option of a call is its `Precision`. The call's second random generator draws the dropout mask of the
-    prologue. If activation and dropout are left to the next layer, y is the pre-activation, and is saved for backward.
+    The last option of a call is its `Precision`. The prologue is the activation and dropout of the layer below, if this
+    layer applies them as it casts x; the call's second random generator draws the prologue's mask. If activation and
+    dropout are left to the next layer, y is the pre-activation, and is saved for backward.
     """
 
     names = (*LinearForward.names, "slots", "history", "x8", "w8", "cast_slots", "w8_given", "x8_given", "slots_of_x")

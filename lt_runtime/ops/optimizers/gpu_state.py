@@ -159,7 +159,8 @@ class GpuState:
         schedule = self.options.schedule
         if isinstance(schedule, Table) and schedule is not self._table[0] and is_captured(stream):
             raise CaptureError(_CHANGED)
-        replaced = self._table  # keeps the old table alive until the settings no longer refer to it
+        # Keeps the old schedule's device array alive until the settings on the device hold the address of the new one.
+        replaced = self._table
         words = self._settings(stream)
         changed = np.flatnonzero(words != self._written)
         if changed.size and is_captured(stream):
