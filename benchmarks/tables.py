@@ -200,7 +200,7 @@ def torch_models() -> str:
     """Table of training steps of PyTorch models: our time in each way, with PyTorch's in the same way as a multiple."""
     lines = []
     for row in (each for each in rows_of("torch") if not _has_fp8(each)):
-        found = {way: (row["us"].get(f"lt_{way}"), torch.ratio(row, way)) for way in torch.WAYS}
+        found = {way: (torch.times_of(row).get(f"lt_{way}"), torch.ratio(row, way)) for way in torch.WAYS}
         cells = [us(ours) + ("" if ratio is None else f", {times(ratio)}") for ours, ratio in found.values()]
         liger = min((ratio for way in torch.WAYS if (ratio := torch.ratio(row, way, "liger"))), default=None)
         memory = [f"{ratio:.2f}" if (ratio := torch.memory_ratio(row, way)) else "" for way in torch.WAYS[1::2]]

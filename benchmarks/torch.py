@@ -3,9 +3,10 @@
 Rows that begin with "FP8" compare steps with products in FP8, by `lt_runtime.torch` and by torchao, with our BF16.
 
 All contenders hold parameters and moments in the same types. They are timed in turns, called as a training script calls
-them: a time includes the host's work and the copy of the batch. Contenders with `graph` in their name run the step as
-one CUDA graph, which `lt_runtime.torch.capture` makes for all of them; those with `compile` have forward and loss
-compiled by torch.compile.
+them: a time includes the host's work and the copy of the batch. Steps that Python launches are also timed sustained,
+after 150 steps of the same contender, as in a long training. Contenders with `graph` in their name run the step as one
+CUDA graph, which `lt_runtime.torch.capture` makes for all of them; those with `compile` have forward and loss compiled
+by torch.compile.
 """
 
 from __future__ import annotations
@@ -109,9 +110,14 @@ def _by_case(rows: Sequence[Json], figure: Callable[[Json], float | None]) -> di
 
 def ratio(row: Json, way: str, library: str = "torch") -> float | None:
     """Another library's time, in torch.compile's fastest mode, as a multiple of ours; None if either is missing."""
-    us, names = row["us"], (f"{library}_{way}", *_OTHER_MODES.get(f"{library}_{way}", ()))
+    us, names = times_of(row), (f"{library}_{way}", *_OTHER_MODES.get(f"{library}_{way}", ()))
     theirs = min((us[name] for name in names if name in us), default=None)
     return None if theirs is None or f"lt_{way}" not in us else theirs / us[f"lt_{way}"]
+
+
+def times_of(row: Json) -> dict[str, float]:
+    """The times of a row's contenders in microseconds: sustained for steps that Python launches, otherwise in turns."""
+    return {**row["us"], **row.get("sustained_us", {})}
 
 
 def memory_ratio(row: Json, way: str) -> float | None:

@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import sys
+import threading
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -24,6 +25,10 @@ _BATCHES: Final = 4
 _HOST_CALLS: Final = 100  # Calls in a row; few enough that their launches do not fill the driver's queue.
 _TURN_US: Final = 60_000.0  # A turn of one contender takes at least about this long, in microseconds.
 _MOST_CALLS: Final = 200
+_SETTLING_STEPS: Final = 150
+"""Number of steps that Python launches before sustained ones are timed. Calls with the same addresses become graphs; in
+the turns addresses seldom repeat, because other contenders' steps come between and use PyTorch's allocator too."""
+_SUSTAINED_STEPS: Final = 20
 _MODES: Final = (None, "default")
 
 
@@ -132,16 +137,18 @@ def measure(case: TorchCase, options: argparse.Namespace) -> Row:
     wanted = {each for found in names.values() for each in found if matches(options.contenders, each)}
     trainings, left_out = built({way: partial(Training, case, *way) for way, found in names.items() if found & wanted})
     captured, failed = built({way: each.capture for way, each in trainings.items() if way.graph in wanted})
-    calls: dict[str, Call] = {way.eager: each.eager for way, each in trainings.items() if way.eager in wanted}
-    calls |= {way.graph: trainings[way].graph for way in captured}
+    eager: dict[str, Call] = {way.eager: each.eager for way, each in trainings.items() if way.eager in wanted}
+    calls = eager | {way.graph: trainings[way].graph for way in captured}
     _end_compile_workers()
     turns, late = built({name: partial(_turn, case, call) for name, call in calls.items()})
     timings = take_turns(turns, options.rounds)
-    memory = {way.eager: each.memory for way, each in trainings.items() if way.eager in wanted}
+    sustained = {} if case.is_host else {name: _sustained(case, eager[name]) for name in turns if name in eager}
+    memory = {way.eager: each.memory for way, each in trainings.items() if way.eager in eager}
     memory |= {way.graph: peak for way, peak in captured.items()}
     losses = {way.name: [round(float(loss.mean()), 5) for loss in each.losses] for way, each in trainings.items()}
     setting = {"task": case.task, "sizes": dict(case.sizes), "type": case.dtype, "rounds": options.rounds}
-    setting |= {"memory_bytes": memory, "losses": losses}
+    setting |= {"memory_bytes": memory, "losses": losses, "sustained_us": sustained}
+    setting |= {"threads": sorted(each.name for each in threading.enumerate())}
     told = {way.name: why for way, why in left_out.items()} | {way.graph: why for way, why in failed.items()}
     return Row(case.name, timings, case.ours, setting=setting, left_out=told | late)
 
@@ -164,7 +171,18 @@ def _turn(case: TorchCase, call: Call) -> Turn:
     return timed_calls(calls, min(math.ceil(_TURN_US / once), _MOST_CALLS), device)
 
 
+def _sustained(case: TorchCase, call: Call) -> float:
+    """The time (µs) of a step that Python launches, as in a long training: after many steps of this contender alone."""
+    device = torch.get_device_module(case.device)
+    repeat(call, _SETTLING_STEPS)
+    return round(timed_calls(partial(repeat, call), _SUSTAINED_STEPS, device)(), 4)
+
+
 def _end_compile_workers() -> None:
     """Ends torch.compile's worker threads: while they live, the package makes no graphs of repeated calls."""
     if (module := sys.modules.get("torch._inductor.async_compile")) is not None:
         module.shutdown_compile_workers()
+        pool = module.AsyncCompile.pool
+        if pool.cache_info().currsize:
+            pool().shutdown()
+            pool.cache_clear()

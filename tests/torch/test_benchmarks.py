@@ -33,6 +33,8 @@ OPTIONS = argparse.Namespace(rounds=1, keep_plans=True, no_compile=True, max_aut
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_contenders_of_a_row_take_the_same_steps(case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_training, "_TURN_US", 1.0)  # so short that a turn of a contender is a single step
+    monkeypatch.setattr(torch_training, "_SETTLING_STEPS", 0)
+    monkeypatch.setattr(torch_training, "_SUSTAINED_STEPS", 1)
     monkeypatch.setattr(timing, "WARM_UP", 0)
     sizes = {**case.sizes, **SMALL[case.task]}
     case = dataclasses.replace(case, sizes=sizes, steps=5, device="cpu", dtype="float32")
@@ -40,6 +42,8 @@ def test_the_contenders_of_a_row_take_the_same_steps(case, monkeypatch: pytest.M
     assert row.left_out.keys() <= {"liger", "torchao"}, row.left_out
     ways = ("eager",) if case.is_host else ("eager", "graph")
     assert sorted(row.timings) == sorted(f"{library}_{way}" for library in case.libraries[:2] for way in ways)
+    launched = [] if case.is_host else [f"{library}_eager" for library in case.libraries[:2]]
+    assert sorted(row.setting["sustained_us"]) == sorted(launched)
     ours, theirs = (row.setting["losses"][library] for library in case.libraries[:2])
     is_fp8 = "lt_fp8" in case.libraries
     assert ours == pytest.approx(theirs, rel=2e-2 if is_fp8 else 2e-5)
