@@ -19,7 +19,7 @@ WANTED: Final[Mapping[str, frozenset[str]]] = {
     **dict.fromkeys(("layers", "steps", "models", "narrow"), _EVERY),
     **dict.fromkeys(("host", "growth"), frozenset({"PyTorch"})),
 }
-"""For each suite with other libraries, the peers that a row must have; means over the fastest peer leave out others."""
+"""For each suite with other libraries, the peers that a row must have to count in means over the fastest peer."""
 CODE: Final = "code.json"
 """The file beside the results with the commit for which `report` ran last, and the digest of each suite's code."""
 

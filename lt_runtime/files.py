@@ -285,7 +285,7 @@ def make_private_directory(directory: Path) -> None:
 
 
 def require_private_directory(directory: Path) -> None:
-    """Checks that other users cannot replace files in a subdirectory of the cache directory, nor in that directory.
+    """Checks that other users cannot replace files in the cache directory, nor in the given subdirectory of it.
 
     Raises:
         UntrustedError: one of the two directories belongs to another user, or other users can put files there.

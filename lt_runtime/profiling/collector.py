@@ -181,9 +181,9 @@ class Collector:
             each.end_ns = host_begun + round((each.end_ns - cupti_begun) * rate)
 
     def _range_of_call(self, number: int | None, call: Activity | None) -> Path:
-        """The ranges that were open at a call; `number` is the id of their path, or None.
+        """The ranges that were open at a call; `number` is the id of their path.
 
-        CUPTI recorded the id with the call, as its external correlation id.
+        CUPTI records the id with the call, as its external correlation id; `number` is None if it recorded none.
 
         A call of a thread that has opened no range, such as PyTorch's threads for backward passes, gets the ranges that
         were open at the time in the thread that made the profile.

@@ -34,7 +34,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 
 def is_autocast(tensor: Tensor) -> bool:
-    """Whether `torch.autocast` is enabled for a tensor's device; it never is for meta tensors."""
+    """Whether `torch.autocast` is enabled for a tensor's device; the result is False for meta tensors."""
     is_any: bool = torch._C._is_any_autocast_enabled()
     return is_any and not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
 

@@ -43,7 +43,7 @@ class EndOperands(ChainOperands):
 
 @dataclass
 class TwoWays:
-    """The two contenders of a race: False runs each layer by its plan; True runs an MLP by one kernel, or FP8 layers.
+    """The contenders of a race: False runs each layer by its plan; True runs an MLP by one kernel, or layers in FP8.
 
     Attributes:
         problem: the problem that asks for the decision.

@@ -369,7 +369,7 @@ def test_compiled_models_call_layers_in_fp8() -> None:
 
 @pytest.mark.parametrize("missing", ["gate", "up", "down"])
 def test_a_compiled_gated_block_without_scales_of_a_layer_is_one_graph(missing: str) -> None:
-    """Such a block computes in its own type, which torch.compile can trace."""
+    """A block of which a layer has no FP8 scales computes in its own type, which torch.compile can trace."""
     block, x = ltt.FeedForward(32, 48, "silu", gated=True, precision="fp8"), torch.randn(32, 32)
     plain = ltt.FeedForward(32, 48, "silu", gated=True)
     plain.load_state_dict(block.state_dict())

@@ -119,7 +119,7 @@ def _edit(model: Any, optimizer: Any) -> None:
 
 
 def _edit_data(model: Any, optimizer: Any) -> None:
-    """Writes values by the way that PyTorch does not count, and counts the write."""
+    """Writes values through `.data`, where PyTorch does not count writes, and then counts the write."""
     model[0].weight.data.clamp_(-0.01, 0.01)
     torch.autograd.graph.increment_version(model[0].weight)
 
