@@ -6,8 +6,8 @@ import argparse
 import gc
 import itertools
 import math
-import sys
 import threading
+import time
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -25,8 +25,8 @@ _BATCHES: Final = 4
 _HOST_CALLS: Final = 100  # Calls in a row; few enough that their launches do not fill the driver's queue.
 _TURN_US: Final = 60_000.0  # A turn of one contender takes at least about this long, in microseconds.
 _MOST_CALLS: Final = 200
-_SETTLING_STEPS: Final = 150
-"""Number of steps that Python launches before sustained ones are timed. Calls with the same addresses become graphs; in
+_SETTLING_S: Final = 6.0
+"""How long a contender runs alone before its sustained steps are timed. Calls with the same addresses become graphs; in
 the turns addresses seldom repeat, because other contenders' steps come between and use PyTorch's allocator too."""
 _SUSTAINED_STEPS: Final = 20
 _MODES: Final = (None, "default")
@@ -130,7 +130,6 @@ class Way(NamedTuple):
 def measure(case: TorchCase, options: argparse.Namespace) -> Row:
     """Builds the contenders of a case, makes their first steps, and times them alternately."""
     torch.set_float32_matmul_precision("high")
-    torch.hub.tqdm.monitor_interval = 0  # keeps the first progress bar from starting a thread that never ends
     if not options.no_compile:
         torch._dynamo.reset()
     names = {way: {way.eager} if case.is_host else {way.eager, way.graph} for way in _ways(case, options)}
@@ -139,7 +138,6 @@ def measure(case: TorchCase, options: argparse.Namespace) -> Row:
     captured, failed = built({way: each.capture for way, each in trainings.items() if way.graph in wanted})
     eager: dict[str, Call] = {way.eager: each.eager for way, each in trainings.items() if way.eager in wanted}
     calls = eager | {way.graph: trainings[way].graph for way in captured}
-    _end_compile_workers()
     turns, late = built({name: partial(_turn, case, call) for name, call in calls.items()})
     timings = take_turns(turns, options.rounds)
     sustained = {} if case.is_host else {name: _sustained(case, eager[name]) for name in turns if name in eager}
@@ -174,15 +172,11 @@ def _turn(case: TorchCase, call: Call) -> Turn:
 def _sustained(case: TorchCase, call: Call) -> float:
     """The time (µs) of a step that Python launches, as in a long training: after many steps of this contender alone."""
     device = torch.get_device_module(case.device)
-    repeat(call, _SETTLING_STEPS)
-    return round(timed_calls(partial(repeat, call), _SUSTAINED_STEPS, device)(), 4)
-
-
-def _end_compile_workers() -> None:
-    """Ends torch.compile's worker threads: while they live, the package makes no graphs of repeated calls."""
-    if (module := sys.modules.get("torch._inductor.async_compile")) is not None:
-        module.shutdown_compile_workers()
-        pool = module.AsyncCompile.pool
-        if pool.cache_info().currsize:
-            pool().shutdown()
-            pool.cache_clear()
+    gc.collect()
+    gc.freeze()  # A script has no other contenders' objects, which the garbage collector would search in every step.
+    end = time.monotonic() + _SETTLING_S
+    while time.monotonic() < end:
+        call()
+    us = timed_calls(partial(repeat, call), _SUSTAINED_STEPS, device)()
+    gc.unfreeze()
+    return round(us, 4)

@@ -22,6 +22,21 @@ _make_layer: Final = functools.lru_cache(maxsize=1024)(Layer)
 """Returns one `Layer` object for equal arguments, because prepared calls are found by the identity of the object."""
 
 
+@functools.lru_cache(maxsize=1024)
+def _layers_of(options: Options, rows: int, forms: Sequence[Any], dtype: Any, compute: ComputeName) -> list[Layer]:
+    """The `Layer` objects for backward of consecutive layers.
+
+    Args:
+        forms: for each layer, the shape of its weight, and whether its pre-activation was saved.
+        dtype: PyTorch's type of the gradients.
+    """
+    made, name = [], str(dtype).removeprefix("torch.")
+    for kind, activation, slope, p, (shape, is_kept) in zip(_kinds_of(options[0]), *options, forms, strict=True):
+        kind = Saved.PREACTIVATION if is_kept else kind
+        made.append(_make_layer((rows, *shape), kind, None, Activation.of(activation, slope), p, compute, name, True))
+    return made
+
+
 def _kinds_of(activations: Sequence[str], *, has_add: bool = False) -> list[Saved]:
     """For each layer the kind of tensor from which backward computes the activation's derivative.
 
@@ -124,14 +139,11 @@ class LinearLayers(Operator):
         """See `Operator`."""
         dx, _, _, *others = placed(made)
         count, (dy,), (key, *saved) = len(options[0]), placed(dys), placed(saved)
-        weights, ys, zs, layers, kept = saved[:count], saved[count : 2 * count], saved[2 * count + 1 :], [], []
-        name, compute = str(dy.dtype).removeprefix("torch."), compute_of(dy.dtype)
-        of_layers = zip(_kinds_of(options[0]), *options[:3], weights, saved[count + 1 : 2 * count + 1], zs, strict=True)
-        for kind, activation, slope, p, weight, y, z in of_layers:
-            kind, shape = kind if z is None else Saved.PREACTIVATION, (math.prod(dy.shape[:-1]), *weight.shape)
-            layers.append(_make_layer(shape, kind, None, Activation.of(activation, slope), p, compute, name, True))
-            kept.append(y if kind is Saved.OUTPUT else z)
-        _descend(dy, ys, weights, kept, layers, key, (needs[0], *needs[3:]), (dx, *others))
+        weights, xs, ys, zs = saved[:count], saved[count : 2 * count], saved[count + 1 :], saved[2 * count + 1 :]
+        forms = tuple([(weight.shape, z is not None) for weight, z in zip(weights, zs, strict=True)])
+        layers = _layers_of(options[:3], math.prod(dy.shape[:-1]), forms, dy.dtype, compute_of(dy.dtype))
+        kept = [y if each.saved_as is Saved.OUTPUT else z for each, y, z in zip(layers, ys, zs, strict=False)]
+        _descend(dy, xs, weights, kept, layers, key, (needs[0], *needs[3:]), (dx, *others))
 
 
 def check_options(options: Options) -> None:

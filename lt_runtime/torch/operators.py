@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ Needs: TypeAlias = Sequence[bool]
 
 LIBRARY: Final = torch.library.Library("lt_runtime", "DEF")
 _is_compiling: Final = torch.compiler.is_dynamo_compiling
+_IDLE_THREADS: Final = "InductorSubproc", "subproc_worker_timer", "tqdm_monitor"
+"""Names of threads of torch.compile and of progress bars, which live as long as the process and mostly wait."""
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
@@ -110,6 +113,7 @@ class Operator(ABC):
             if device >= 0 and device != torch._C._cuda_getDevice():
                 with torch.cuda.device(device):
                     return self(operands, options)
+            _name_idle_threads(threading.active_count())
             training = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
             outputs = self.eager(operands, options, training=training)
         else:
@@ -143,6 +147,8 @@ class Operator(ABC):
 
     def run_backward(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Computes the gradients without the dispatcher; see `compute_gradients`."""
+        _name_idle_threads(threading.active_count())
+        _name_autograds_thread()  # `begin_backward` is not called in a compiled graph
         token = fp64_on_host.set(True)
         try:
             return self.compute_gradients(dys, saved, needs, options)
@@ -158,6 +164,9 @@ class Operator(ABC):
 
     def _traced(self, operands: Tensors, *options: Any) -> list[Tensor]:
         """The function that PyTorch's dispatcher calls for the key Autograd: it records a node in autograd's graph."""
+        if not torch.is_grad_enabled() and is_eager(operands):  # a compiled graph runs, which has its own backward
+            _name_idle_threads(threading.active_count())
+            return _present(self.run(operands, _hashable(options)))
         if not options[-1]:
             return self._below_autograd(operands, options)
         return [*self._apply(self, self._below_autograd, _hashable(options), *operands)]
@@ -177,8 +186,7 @@ def _define(schema: str, leading: int, run: Any, make: Any) -> Any:
 
     def over_options(function: Any) -> Callable[..., Any]:
         def call(*arguments: Any) -> list[Tensor]:
-            made = function(*arguments[:leading], _hashable(arguments[leading:]))
-            return [each for each in made if each is not None]
+            return _present(function(*arguments[:leading], _hashable(arguments[leading:])))
 
         return call
 
@@ -187,6 +195,10 @@ def _define(schema: str, leading: int, run: Any, make: Any) -> Any:
     LIBRARY.impl(name, over_options(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"lt_runtime::{name}", over_options(make), lib=LIBRARY)
     return getattr(torch.ops.lt_runtime, name).default
+
+
+def _present(tensors: Tensors) -> list[Tensor]:
+    return [each for each in tensors if each is not None]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -243,6 +255,25 @@ class _Thread(threading.local):
 _thread: Final = _Thread()
 
 
+def _name_autograds_thread() -> bool:
+    """Names the current thread if autograd has started it; returns whether it has."""
+    return _thread.is_autograds
+
+
+@functools.lru_cache(maxsize=1)
+def _name_idle_threads(count: int) -> None:
+    """Gives `_IDLE_THREADS` names like those of the package's threads, beside which repeated calls may become graphs.
+
+    That is safe, because these threads never synchronise with a GPU.
+
+    Args:
+        count: the number of living threads; a call with the same number as the last call's does nothing.
+    """
+    for each in threading.enumerate():
+        if each.name in _IDLE_THREADS:
+            each.name = f"lt_runtime beside {each.name}"
+
+
 def begin_backward(name: str, ctx: Any, *dys: Tensor) -> None:
     """Prepares a thread that autograd has started.
 
@@ -251,7 +282,7 @@ def begin_backward(name: str, ctx: Any, *dys: Tensor) -> None:
 
     The thread is within `lt.tuning()` if the forward pass was, as `ctx.is_tuning` says.
     """
-    if _thread.is_autograds:
+    if _name_autograds_thread():
         asked_for.set(ctx.is_tuning)
     if torch.is_grad_enabled():
         raise SecondDerivativeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Final, TypeAlias
@@ -24,13 +25,17 @@ DTYPES: Final = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
 
 def as_rows(tensor: Tensor) -> Tensor:
     """The tensor itself if the package can read it in place, else a contiguous copy, as PyTorch's layers make one."""
-    if tensor.is_contiguous():
-        return tensor
+    return tensor if tensor.is_contiguous() or _has_layout(tensor.shape, tensor.stride()) else tensor.contiguous()
+
+
+@functools.lru_cache(maxsize=1024)
+def _has_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether kernels can read an array that is not contiguous; of one axis they read only contiguous ones."""
     try:
-        layout_of("x", tensor.shape, tensor.stride())
-    except OperandError:  # no layout that kernels can read; also raised for a vector whose elements are not contiguous
-        return tensor.contiguous()
-    return tensor
+        layout_of("x", shape, strides)
+    except OperandError:
+        return False
+    return True
 
 
 def is_autocast(tensor: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import lt_runtime as lt
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, KindError, LayoutError, ShapeError
-from lt_runtime.ops import first_use
+from lt_runtime.ops import call, first_use
 from lt_runtime.torch import linear, operators
 from lt_runtime.torch.functional import linear_layers
 from lt_runtime.torch.operators import SecondDerivativeError
@@ -311,6 +311,32 @@ def test_a_thread_of_autograd_measures_what_was_within_tuning_in_forward(
         each.join()
     assert found == [True, False, False]
     assert not first_use.is_tuning()
+
+
+@pytest.mark.parametrize(
+    ("backend", "others", "expected"),
+    [
+        (None, [], True),
+        ("aot_eager", [], True),
+        ("aot_eager", ["InductorSubproc", "subproc_worker_timer", "tqdm_monitor"], True),
+        ("aot_eager", ["a reader of data"], False),
+    ],
+    ids=["eager", "compiled", "beside threads that never synchronise", "beside another thread"],
+)
+def test_calls_in_backward_may_become_graphs(backend: str | None, others: list[str], expected: bool) -> None:
+    """No thread lives that may synchronise: the others are autograd's, torch.compile's, tqdm's or the package's."""
+    layer, x, ends, found = ltt.Linear(16, 16), torch.ones(16, 16, requires_grad=True), threading.Event(), list[bool]()
+    x.register_hook(lambda _: found.append(call._is_alone()))
+    loss = (torch.compile(layer, backend=backend) if backend else layer)(x).sum()
+    threads = [threading.Thread(target=ends.wait, name=name) for name in others]
+    autograds = threading.Thread(target=loss.backward, name="Dummy-1")
+    for each in (*threads, autograds):
+        each.start()
+    autograds.join()
+    ends.set()
+    for each in threads:
+        each.join()
+    assert found == [expected]
 
 
 def test_memory_that_backward_needs_is_watched(place: Any) -> None:
