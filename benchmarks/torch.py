@@ -3,8 +3,8 @@
 Rows that begin with "FP8" compare steps with products in FP8, by `lt_runtime.torch` and by torchao, with our BF16.
 
 All contenders hold parameters and moments in the same types. They are timed in turns, called as a training script calls
-them: a time includes the host's work and the copy of the batch. Steps that Python launches are also timed sustained,
-after several seconds of the same contender's steps, as in a long training. Contenders with `graph` in their name run
+them: a time includes the host's work and the copy of the batch. Steps that Python launches are also timed sustained, as
+in a long training: the contender runs alone until its steps become no faster. Contenders with `graph` in their name run
 the step as one CUDA graph, which `lt_runtime.torch.capture` makes for all of them; those with `compile` have forward
 and loss compiled by torch.compile.
 """

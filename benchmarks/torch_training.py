@@ -6,8 +6,8 @@ import argparse
 import gc
 import itertools
 import math
+import statistics
 import threading
-import time
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -25,10 +25,9 @@ _BATCHES: Final = 4
 _HOST_CALLS: Final = 100  # Calls in a row; few enough that their launches do not fill the driver's queue.
 _TURN_US: Final = 60_000.0  # A turn of one contender takes at least about this long, in microseconds.
 _MOST_CALLS: Final = 200
-_SETTLING_S: Final = 6.0
-"""How long a contender runs alone before its sustained steps are timed. Calls with the same addresses become graphs; in
-the turns addresses seldom repeat, because other contenders' steps come between and use PyTorch's allocator too."""
-_SUSTAINED_STEPS: Final = 20
+_SUSTAINED_S: Final = 1.0  # length of a turn of sustained steps
+_MOST_TURNS: Final = 30
+_SETTLED: Final = 3
 _MODES: Final = (None, "default")
 
 
@@ -170,13 +169,23 @@ def _turn(case: TorchCase, call: Call) -> Turn:
 
 
 def _sustained(case: TorchCase, call: Call) -> float:
-    """The time (µs) of a step that Python launches, as in a long training: after many steps of this contender alone."""
+    """The time (µs) of a step that Python launches, as in a long training: the contender runs alone until it settles.
+
+    Calls whose addresses repeat become graphs, a few in each second. In turns with other contenders addresses seldom
+    repeat, because the others use PyTorch's allocator too.
+    """
     device = torch.get_device_module(case.device)
+    calls = partial(repeat, call)
+    steps = max(1, round(_SUSTAINED_S * 1e6 / timed_calls(calls, 2, device)()))
+    turn, times = timed_calls(calls, steps, device), list[float]()
     gc.collect()
     gc.freeze()  # A script has no other contenders' objects, which the garbage collector would search in every step.
-    end = time.monotonic() + _SETTLING_S
-    while time.monotonic() < end:
-        call()
-    us = timed_calls(partial(repeat, call), _SUSTAINED_STEPS, device)()
+    while len(times) < _MOST_TURNS and not _are_settled(times):
+        times.append(turn())
     gc.unfreeze()
-    return round(us, 4)
+    return round(statistics.median(times[-_SETTLED:]), 4)
+
+
+def _are_settled(times: list[float]) -> bool:
+    """Whether the last times are not shorter than all before by more than 2 %."""
+    return len(times) > _SETTLED and min(times[-_SETTLED:]) > 0.98 * min(times[:-_SETTLED])

@@ -151,22 +151,28 @@ def _norm(module: Any) -> Function:
         return "it has no weight, or several axes"
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
 
-    def compute(x: Tensor) -> Any:
+    def compute(x: Tensor, add: Tensor = None) -> Any:
         is_cast = x.dtype is not torch.float32 and is_autocast(x)
         if is_cast or x.dtype is not weight.dtype:  # PyTorch's result may have another type than x
             return None
-        return layer_norm(x, weight, bias, eps=eps) if has_mean else rms_norm(x, weight, eps=eps)
+        return layer_norm(x, weight, bias, eps=eps, add=add) if has_mean else rms_norm(x, weight, eps=eps, add=add)
 
     return compute
+
+
+def _norm_among_parts(module: Any) -> Function:
+    """The function of a norm that belongs to a larger module; its optional second argument `add` is added to x."""
+    kind = KINDS.get(name_of(module))
+    function = unusual(module) or (_norm(module) if kind and kind.read is _norm else "it is no norm")
+    return f"{type(module).__name__}: {function}" if isinstance(function, str) else function
 
 
 def _residual(*parts: Any) -> Function:
     """The function norm(layers(x) + residual) of linear layers; the residual is x unless the call gives one."""
     *layers, norm = parts
-    run, kind = _chain(*layers), KINDS.get(name_of(norm))
-    normalise = unusual(norm) or (_norm(norm) if kind and kind.read is _norm else "it is no norm")
+    run, normalise = _chain(*layers), _norm_among_parts(norm)
     if isinstance(run, str) or isinstance(normalise, str):
-        return run if isinstance(run, str) else f"{type(norm).__name__}: {normalise}"
+        return run if isinstance(run, str) else normalise
 
     def compute(x: Tensor, add: Tensor = None) -> Any:
         add = x if add is None else add
@@ -179,6 +185,34 @@ def _residual(*parts: Any) -> Function:
     return compute
 
 
+def _pre_norm(
+    feed_forward: Callable[..., Function], first: Any, attention: Any, second: Any, *parts: Any, drops: bool = False
+) -> Function:
+    """The function of a transformer's layer: h = x + attention(first(x)), y = h + feed_forward(second(h)).
+
+    The first sum is computed with the second norm, the other one with the last product.
+
+    Args:
+        feed_forward: makes the function of `parts`.
+        first, attention: are called as modules. second: the norm behind attention.
+        parts: layers, activation and dropout of the feed-forward block.
+        drops: whether the last part, a dropout, is applied to attention's result too.
+    """
+    run, normalise = feed_forward(*parts), _norm_among_parts(second)
+    if isinstance(run, str) or isinstance(normalise, str):
+        return run if isinstance(run, str) else normalise
+
+    def compute(x: Tensor, encoder_hidden_states: Any = None, encoder_attention_mask: Any = None, **more: Any) -> Any:
+        # A sum is fused only with an addend of its own type, and not behind attention to an encoder.
+        if encoder_hidden_states is not None or x.dtype is not second.weight.dtype or is_autocast(x):
+            return None
+        attended, _ = attention(first(x), **more)
+        y, total = normalise(parts[-1](attended) if drops else attended, x)
+        return run(y, total)
+
+    return compute
+
+
 class Kind(NamedTuple):
     """How the package computes modules of one class.
 
@@ -187,11 +221,14 @@ class Kind(NamedTuple):
             none.
         parts: names of attributes, also dotted, that hold the parts; "" if `read` takes the module itself.
         method: the method of the class that the function replaces.
+        is_layer: whether the module is a transformer's layer. Its function takes all arguments but the first by name.
+            Its parts are replaced too, for calls that the function leaves to the method.
     """
 
     read: Callable[..., Function]
     parts: str = ""
     method: str = "forward"
+    is_layer: bool = False
 
     def function(self, module: Any) -> Function:
         """The function that replaces a module's method; or, as a string, the reason why there is none.
@@ -223,6 +260,19 @@ class Kind(NamedTuple):
 _MODELS: Final = "transformers.models"
 _LLAMAS: Final = "Llama", "Mistral", "Qwen2", "Qwen3"
 _GATED: Final = Kind(_gated_block, "gate_proj act_fn up_proj down_proj")
+_GATED_LAYER: Final = Kind(
+    functools.partial(_pre_norm, _gated_block),
+    "input_layernorm self_attn post_attention_layernorm mlp.gate_proj mlp.act_fn mlp.up_proj mlp.down_proj",
+    is_layer=True,
+)
+_GPT2_LAYER: Final = Kind(
+    functools.partial(_pre_norm, _chain), "ln_1 attn ln_2 mlp.c_fc mlp.act mlp.c_proj mlp.dropout", is_layer=True
+)
+_VIT_LAYER: Final = Kind(
+    functools.partial(_pre_norm, _chain, drops=True),
+    "layernorm_before attention layernorm_after mlp.fc1 mlp.activation_fn mlp.fc2 dropout",
+    is_layer=True,
+)
 _TORCH_BLOCK: Final = "linear1 activation dropout linear2"
 _BERT: Final = "intermediate.dense intermediate.intermediate_act_fn output.dense output.dropout output.LayerNorm"
 KINDS: Final[dict[Any, Kind]] = {
@@ -236,12 +286,15 @@ KINDS: Final[dict[Any, Kind]] = {
     f"{_MODELS}.bert.modeling_bert.BertLayer": Kind(_residual, _BERT, "feed_forward_chunk"),
     f"{_MODELS}.bert.modeling_bert.BertOutput": Kind(_residual, "dense dropout LayerNorm"),
     f"{_MODELS}.bert.modeling_bert.BertSelfOutput": Kind(_residual, "dense dropout LayerNorm"),
+    f"{_MODELS}.gpt2.modeling_gpt2.GPT2Block": _GPT2_LAYER,
     f"{_MODELS}.gpt2.modeling_gpt2.GPT2MLP": Kind(_chain, "c_fc act c_proj dropout"),
+    **{f"{_MODELS}.{name.lower()}.modeling_{name.lower()}.{name}DecoderLayer": _GATED_LAYER for name in _LLAMAS},
     **{f"{_MODELS}.{name.lower()}.modeling_{name.lower()}.{name}MLP": _GATED for name in _LLAMAS},
     **{f"{_MODELS}.{name.lower()}.modeling_{name.lower()}.{name}RMSNorm": Kind(_norm) for name in _LLAMAS},
     f"{_MODELS}.t5.modeling_t5.T5DenseActDense": Kind(_chain, "wi act dropout wo"),
     f"{_MODELS}.t5.modeling_t5.T5DenseGatedActDense": Kind(_gated_block, "wi_0 act wi_1 wo dropout"),
     f"{_MODELS}.t5.modeling_t5.T5LayerNorm": Kind(_norm),
+    f"{_MODELS}.vit.modeling_vit.ViTLayer": _VIT_LAYER,
     f"{_MODELS}.vit.modeling_vit.ViTMLP": Kind(_chain, "fc1 activation_fn fc2"),
 }
 

@@ -109,12 +109,18 @@ def _class_of(base: Any) -> Any:
     original, read = getattr(base, kind.method), kind.function if kind.parts else kind.read
     _, *parameters = inspect.signature(original).parameters
 
+    def call(function: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if kind.is_layer and arguments:
+            named = zip(parameters[1:], arguments[1:], strict=False)
+            return function(arguments[0], **dict(named), **keywords)
+        # With keywords in another order, or unknown ones, the original method runs or raises.
+        is_usual = [*keywords] == parameters[len(arguments) : len(arguments) + len(keywords)]
+        return function(*arguments, *keywords.values()) if is_usual and not kind.is_layer else None
+
     @functools.wraps(original)
     def method(self: Any, *arguments: Any, **keywords: Any) -> Any:
         function = read(self)
-        # With keywords in another order, or unknown ones, the original method runs or raises.
-        is_unusual = keywords and [*keywords] != parameters[len(arguments) : len(arguments) + len(keywords)]
-        result = None if is_unusual or isinstance(function, str) else function(*arguments, *keywords.values())
+        result = None if isinstance(function, str) else call(function, arguments, keywords)
         return original(self, *arguments, **keywords) if result is None else result
 
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
@@ -159,7 +165,7 @@ def replace(model: Any, example_inputs: Any = None, *, precision: Precision = No
             continue
         kind, entry = KINDS.get(name_of(module)), _decided(name, module, why, inputs.get(module), races, precision)
         if kind and entry.replaced:
-            absorbed |= {id(part) for part in kind.absorbed(module)}
+            absorbed |= set() if kind.is_layer else {id(part) for part in kind.absorbed(module)}
             chosen += [] if isinstance(module, _Replaced) else [module]
         if not why or (kind and kind.read is not sequence) or [*module.parameters(recurse=False)]:
             entries[name] = entry

@@ -33,8 +33,8 @@ OPTIONS = argparse.Namespace(rounds=1, keep_plans=True, no_compile=True, max_aut
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_the_contenders_of_a_row_take_the_same_steps(case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_training, "_TURN_US", 1.0)  # so short that a turn of a contender is a single step
-    monkeypatch.setattr(torch_training, "_SETTLING_S", 0.0)
-    monkeypatch.setattr(torch_training, "_SUSTAINED_STEPS", 1)
+    monkeypatch.setattr(torch_training, "_SUSTAINED_S", 0.0)
+    monkeypatch.setattr(torch_training, "_MOST_TURNS", 1)
     monkeypatch.setattr(timing, "WARM_UP", 0)
     sizes = {**case.sizes, **SMALL[case.task]}
     case = dataclasses.replace(case, sizes=sizes, steps=5, device="cpu", dtype="float32")

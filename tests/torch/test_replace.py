@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import pickle
 import sys
 from collections import UserDict
@@ -40,8 +41,8 @@ T5: dict[str, Any] = {
 }
 
 
-def gpt2() -> Any:
-    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=32, **SMALL)
+def gpt2(**options: Any) -> Any:
+    config = transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2, n_positions=32, **SMALL, **options)
     return transformers.GPT2LMHeadModel(config)
 
 
@@ -67,8 +68,9 @@ def gated_t5() -> Any:
     return t5(feed_forward_proj="gated-gelu")
 
 
-def vit() -> Any:
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**BERT_LIKE, image_size=8, patch_size=4))
+def vit(**options: Any) -> Any:
+    config = transformers.ViTConfig(**BERT_LIKE, image_size=8, patch_size=4, **options)
+    return transformers.ViTForImageClassification(config)
 
 
 def sequence() -> Any:
@@ -113,22 +115,32 @@ def places(report: Any) -> set[str]:
 
 
 MODELS: dict[Callable[[], Any], set[str]] = {
-    gpt2: {"transformer.h.0.mlp: GPT2MLP", "transformer.h.0.attn.c_attn: Conv1D", "transformer.ln_f: LayerNorm"},
+    gpt2: {
+        "transformer.h.0: GPT2Block",
+        "transformer.h.0.mlp: GPT2MLP",
+        "transformer.h.0.attn.c_attn: Conv1D",
+        "transformer.ln_f: LayerNorm",
+    },
     bert: {
         "bert.encoder.layer.0: BertLayer",
         "bert.encoder.layer.0.attention.output: BertSelfOutput",
         "bert.embeddings.LayerNorm: LayerNorm",
     },
     llama: {
+        "model.layers.0: LlamaDecoderLayer",
         "model.layers.0.mlp: LlamaMLP",
         "model.norm: LlamaRMSNorm",
         "lm_head: Linear",
         "loss_function: ForCausalLMLoss",
     },
-    qwen3: {"model.layers.0.mlp: Qwen3MLP", "model.layers.0.self_attn.q_norm: Qwen3RMSNorm"},
+    qwen3: {
+        "model.layers.0: Qwen3DecoderLayer",
+        "model.layers.0.mlp: Qwen3MLP",
+        "model.layers.0.self_attn.q_norm: Qwen3RMSNorm",
+    },
     t5: {"encoder.block.0.layer.1.DenseReluDense: T5DenseActDense", "encoder.final_layer_norm: T5LayerNorm"},
     gated_t5: {"encoder.block.0.layer.1.DenseReluDense: T5DenseGatedActDense"},
-    vit: {"vit.layers.0.mlp: ViTMLP", "vit.layers.0.attention.q_proj: Linear"},
+    vit: {"vit.layers.0: ViTLayer", "vit.layers.0.mlp: ViTMLP", "vit.layers.0.attention.q_proj: Linear"},
     sequence: {": Sequential", "3: LayerNorm", "7: RMSNorm"},
     encoder: {": TransformerEncoderLayer", "norm1: LayerNorm", "norm2: LayerNorm"},
     decoder: {": TransformerDecoderLayer", "norm3: LayerNorm"},
@@ -205,6 +217,39 @@ def test_keywords_may_come_in_any_order_and_must_be_the_class_s() -> None:
         torch.testing.assert_close(module(**{name: given[name] for name in names}), expected, **CLOSE)
     with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
         module(given["hidden_states"], other=given["input_tensor"])
+
+
+def hidden(*shape: int) -> Any:
+    return torch.randn(shape or (2, 9, 16), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("make", [lambda: gpt2().transformer.h[0], lambda: vit().vit.layers[0]])
+def test_a_transformer_s_layer_has_no_sum_of_its_own(make: Callable[[], Any]) -> None:
+    layer, graphs, x = make().double().eval(), list[Any](), hidden()
+    expected = layer(x)
+    ltt.replace(layer)
+    compiled = torch.compile(layer, fullgraph=True, backend=lambda graph, _: graphs.append(graph) or graph)
+    torch.testing.assert_close(compiled(x), expected, **CLOSE)
+    assert not [each for each in graphs[0].graph.nodes if each.target in (operator.add, operator.iadd, torch.add)]
+
+
+def test_a_transformer_s_layer_takes_its_arguments_by_place_and_by_name() -> None:
+    layer = gpt2(add_cross_attention=True).double().eval().transformer.h[0]
+    x, mask, encoded = hidden(), torch.where(hidden(2, 1, 9, 9) > 0, 0.0, -5.0), hidden(2, 4, 16)
+    calls = [((x, None, mask), {}), ((x,), {"attention_mask": mask}), ((), {"hidden_states": x})]
+    calls += [((x, None, mask, encoded), {}), ((x,), {"encoder_hidden_states": encoded})]
+    expected = [layer(*arguments, **keywords) for arguments, keywords in calls]
+    ltt.replace(layer)
+    found = [layer(*arguments, **keywords) for arguments, keywords in calls]
+    torch.testing.assert_close(found, expected, **CLOSE)
+    with pytest.raises(TypeError, match="multiple values"):
+        layer(x, None, mask, attention_mask=mask)
+
+
+def test_a_transformer_s_layer_drops_what_it_adds() -> None:
+    layer, x = vit(hidden_dropout_prob=0.99).double().vit.layers[0], hidden()
+    ltt.replace(layer)
+    assert 0.9 < (layer.train()(x) == x).double().mean() < 1
 
 
 @pytest.mark.parametrize("autocast", [False, True])
