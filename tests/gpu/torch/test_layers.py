@@ -147,6 +147,30 @@ def test_a_compiled_model_computes_what_it_computes_eager(mode: Any) -> None:
     torch.testing.assert_close([loss, *[each.grad for each in model.parameters()]], expected, rtol=1e-4, atol=1e-5)
 
 
+class Residual(torch.nn.Module):
+    """h = x + layer(x), y = h + feed_forward(norm(h))."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = ltt.Linear(16, 16, device="cuda"), ltt.LayerNorm(16, device="cuda")
+        self.feed_forward = ltt.FeedForward(16, 32, device="cuda")
+
+    def forward(self, x: Any) -> Any:
+        y, h = self.norm(self.layer(x), add=x)
+        return self.feed_forward(y, add=h)
+
+
+def test_the_loss_of_a_deep_residual_model_compiles() -> None:
+    """Inductor must not describe the loss's input by all that led to it: the text would double in each layer."""
+    model, x = torch.nn.Sequential(*[Residual() for _ in range(24)]), torch.randn(32, 16, device="cuda")
+    labels = torch.arange(32, device="cuda") % 16
+
+    def cost() -> Any:
+        return ltt.cross_entropy(model(x), labels)
+
+    torch.testing.assert_close(torch.compile(cost, fullgraph=True)(), cost(), rtol=1e-4, atol=1e-5)
+
+
 def test_autocast_and_a_grad_scaler_train_fp32_parameters_in_fp16() -> None:
     model, x = ltt.MLP([64, 128, 8], "gelu", device="cuda"), torch.randn(96, 64, device="cuda")
     optimizer, scaler, losses = torch.optim.SGD(model.parameters(), 0.1), torch.amp.GradScaler(), []
