@@ -271,6 +271,8 @@ def test_parts_that_get_hooks_or_are_exchanged_later_are_called() -> None:
     ltt.replace(model)
     x, seen = torch.randn(3, 8, dtype=torch.float64), []
     expected = model(x)
+    model.register_forward_hook(lambda *_: None)
+    assert ltt.replace(model)[0].replaced, "its own hooks do not change what a replaced module computes"
     handle = model[1].register_forward_hook(lambda *arguments: seen.append(arguments[2].shape))
     torch.testing.assert_close(model(x), expected)
     handle.remove()
