@@ -171,8 +171,8 @@ def _turn(case: TorchCase, call: Call) -> Turn:
 def _sustained(case: TorchCase, call: Call) -> float:
     """The time (µs) of a step that Python launches, as in a long training: the contender runs alone until it settles.
 
-    Calls whose addresses repeat become graphs, a few in each second. In turns with other contenders addresses seldom
-    repeat, because the others use PyTorch's allocator too.
+    While addresses repeat, the package captures calls as graphs, a few in each second. In turns with other contenders
+    addresses seldom repeat, because the others use PyTorch's allocator too.
     """
     device = torch.get_device_module(case.device)
     calls = partial(repeat, call)
@@ -187,5 +187,5 @@ def _sustained(case: TorchCase, call: Call) -> float:
 
 
 def _are_settled(times: list[float]) -> bool:
-    """Whether the last times are not shorter than all before by more than 2 %."""
+    """Whether the last times are at most 2 % shorter than the best one before them."""
     return len(times) > _SETTLED and min(times[-_SETTLED:]) > 0.98 * min(times[:-_SETTLED])

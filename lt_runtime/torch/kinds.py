@@ -194,7 +194,7 @@ def _pre_norm(
 
     Args:
         feed_forward: makes the function of `parts`.
-        first, attention: are called as modules. second: the norm behind attention.
+        first, attention: modules, which are called. second: the norm after attention.
         parts: layers, activation and dropout of the feed-forward block.
         drops: whether the last part, a dropout, is applied to attention's result too.
     """
@@ -203,7 +203,7 @@ def _pre_norm(
         return run if isinstance(run, str) else normalise
 
     def compute(x: Tensor, encoder_hidden_states: Any = None, encoder_attention_mask: Any = None, **more: Any) -> Any:
-        # A sum is fused only with an addend of its own type, and not behind attention to an encoder.
+        # The sums are fused only if x has the norm's type, without autocast and cross-attention.
         if encoder_hidden_states is not None or x.dtype is not second.weight.dtype or is_autocast(x):
             return None
         attended, _ = attention(first(x), **more)

@@ -165,7 +165,7 @@ class Operator(ABC):
 
     def _traced(self, operands: Tensors, *options: Any) -> list[Tensor]:
         """The function that PyTorch's dispatcher calls for the key Autograd: it records a node in autograd's graph."""
-        if not torch.is_grad_enabled() and is_eager(operands):  # a compiled graph runs, which has its own backward
+        if not torch.is_grad_enabled() and is_eager(operands):  # compiled code, whose backward is compiled too
             _name_idle_threads(threading.active_count())
             return _present(self.run(operands, _hashable(options)))
         if not options[-1]:
@@ -193,8 +193,8 @@ def _define(schema: str, leading: int, run: Any, make: Any) -> Any:
         return call
 
     def fake(*arguments: Any) -> list[Tensor]:
-        # PyTorch 2.11's Inductor describes the inputs of an operator that is not in this list by all that led to them,
-        # in a text whose length grows exponentially with the number of residual layers.
+        # For an operator outside this list PyTorch 2.11's Inductor makes a text of each input's whole expression, whose
+        # length grows exponentially with the number of residual layers.
         if (inductor := sys.modules.get("torch._inductor.lowering")) is not None:
             inductor.FALLBACK_ALLOW_LIST.add(f"lt_runtime::{name}")
         return make_all(*arguments)
@@ -271,7 +271,7 @@ def _name_autograds_thread() -> bool:
 
 @functools.lru_cache(maxsize=1)
 def _name_idle_threads(count: int) -> None:
-    """Gives `_IDLE_THREADS` names like those of the package's threads, beside which repeated calls may become graphs.
+    """Gives the threads in `_IDLE_THREADS` the package's prefix, so that they do not prevent automatic captures.
 
     That is safe, because these threads never synchronise with a GPU.
 

@@ -228,7 +228,7 @@ def _why_not(module: Any) -> str:
         return f"a subclass of {known[0]} may compute something else" if known else "the package has nothing for it"
     function = kind.function(module)
     why = function if isinstance(function, str) else _refused((module, *kind.absorbed(module)))
-    computes_anyway = isinstance(module, _Replaced) and "forward" not in vars(module)  # whatever hooks it has got since
+    computes_anyway = isinstance(module, _Replaced) and "forward" not in vars(module)  # hooks added later do not matter
     return why or ("" if computes_anyway else unusual(module))
 
 

@@ -30,7 +30,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _has_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether kernels can read an array that is not contiguous; of one axis they read only contiguous ones."""
+    """Whether kernels can read an array that is not contiguous; they read no such vectors."""
     try:
         layout_of("x", shape, strides)
     except OperandError:
