@@ -187,5 +187,5 @@ def _sustained(case: TorchCase, call: Call) -> float:
 
 
 def _are_settled(times: list[float]) -> bool:
-    """Whether the last times are at most 2 % shorter than the best one before them."""
+    """Whether no recent time is shorter by more than 2 % than the shortest time before."""
     return len(times) > _SETTLED and min(times[-_SETTLED:]) > 0.98 * min(times[:-_SETTLED])

@@ -139,10 +139,11 @@ class LinearLayers(Operator):
         """See `Operator`."""
         dx, _, _, *others = placed(made)
         count, (dy,), (key, *saved) = len(options[0]), placed(dys), placed(saved)
-        weights, xs, ys, zs = saved[:count], saved[count : 2 * count], saved[count + 1 :], saved[2 * count + 1 :]
+        weights, (*xs, y), zs = saved[:count], saved[count : 2 * count + 1], saved[2 * count + 1 :]
         forms = tuple([(weight.shape, z is not None) for weight, z in zip(weights, zs, strict=True)])
         layers = _layers_of(options[:3], math.prod(dy.shape[:-1]), forms, dy.dtype, compute_of(dy.dtype))
-        kept = [y if each.saved_as is Saved.OUTPUT else z for each, y, z in zip(layers, ys, zs, strict=False)]
+        triples = zip(layers, (*xs[1:], y), zs, strict=True)
+        kept = [output if layer.saved_as is Saved.OUTPUT else z for layer, output, z in triples]
         _descend(dy, xs, weights, kept, layers, key, (needs[0], *needs[3:]), (dx, *others))
 
 

@@ -149,7 +149,7 @@ class Operator(ABC):
     def run_backward(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Computes the gradients without the dispatcher; see `compute_gradients`."""
         _name_idle_threads(threading.active_count())
-        _name_autograds_thread()  # `begin_backward` is not called in a compiled graph
+        _name_autograds_thread()  # compiled code does not call `begin_backward`
         token = fp64_on_host.set(True)
         try:
             return self.compute_gradients(dys, saved, needs, options)
@@ -193,8 +193,8 @@ def _define(schema: str, leading: int, run: Any, make: Any) -> Any:
         return call
 
     def fake(*arguments: Any) -> list[Tensor]:
-        # For an operator outside this list PyTorch 2.11's Inductor makes a text of each input's whole expression, whose
-        # length grows exponentially with the number of residual layers.
+        # For an operator outside `FALLBACK_ALLOW_LIST` PyTorch 2.11's Inductor makes a text of each input's whole
+        # expression, whose length grows exponentially with the number of residual layers.
         if (inductor := sys.modules.get("torch._inductor.lowering")) is not None:
             inductor.FALLBACK_ALLOW_LIST.add(f"lt_runtime::{name}")
         return make_all(*arguments)

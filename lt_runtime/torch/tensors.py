@@ -30,7 +30,7 @@ def as_rows(tensor: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=1024)
 def _has_layout(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Whether kernels can read an array that is not contiguous; they read no such vectors."""
+    """Whether kernels can read an array that is not contiguous: they can read some matrices, but no vectors."""
     try:
         layout_of("x", shape, strides)
     except OperandError:
