@@ -192,8 +192,9 @@ extern "C" __global__ void __launch_bounds__(256, 2) expect(const __grid_constan
   using namespace lt;
   __shared__ Tile tiles[3];
   Tile &a = tiles[0], &b = tiles[1];
-  const int64 batch = blockIdx.z, first_row = static_cast<int64>(blockIdx.x) * kTile;
-  const int64 first_col = static_cast<int64>(blockIdx.y) * kTile;
+  const unsigned down_tiles = static_cast<unsigned>((p.rows + kTile - 1) / kTile), tile_row = blockIdx.x % down_tiles;
+  const int64 batch = blockIdx.z, first_row = static_cast<int64>(tile_row) * kTile;
+  const int64 first_col = static_cast<int64>(blockIdx.x / down_tiles) * kTile;
   const int across = threadIdx.x % kSide, down = threadIdx.x / kSide;
   double products[kEach][kEach] = {}, a_squares[kEach] = {}, b_squares[kEach] = {};
   wait_for_predecessor();
@@ -250,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) expect(const __grid_constan
   for (int which = 0; which < 3; ++which) {
     double sum = 0.0;
     for (int row = 0; row < kSide; ++row) sum += tiles[which].v[row][threadIdx.x];
-    p.sums[(3 * static_cast<int64>(blockIdx.x) + which) * p.cols + col] = sum;
+    p.sums[(3 * static_cast<int64>(tile_row) + which) * p.cols + col] = sum;
   }
 }
 

@@ -77,6 +77,12 @@ KNOWN_BAD: Final[tuple[tuple[Callable[[Candidate], bool], str], ...]] = (
         lambda c: c.n == 1 and c.epilogue in (Epilogue.BGRADA, Epilogue.BGRADB),
         "illegal memory access in the sum of an operand with one column",
     ),
+    # Unwritten sums where M is 1: seen by this package's maintainers on an H200 (cuBLASLt 13.1.0), in FP16 with N = 2
+    # and K = 384. No version without the fault is known.
+    (
+        lambda c: c.m == 1 and c.epilogue in (Epilogue.BGRADA, Epilogue.BGRADB),
+        "leaves sums of an operand unwritten where the product has one row",
+    ),
     # Described in NVIDIA's cuBLAS release notes, 12.8 update 1.
     (lambda c: c.version <= 120800 and c.epilogue.has_bias and (c.m == 1 or c.n == 1), "wrong bias where M or N is 1"),
     # A misaligned bias faults: seen by this package's maintainers in one version of cuBLASLt. From 13.2 on the library

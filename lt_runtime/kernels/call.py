@@ -78,6 +78,11 @@ class Call:
     tally: Tally = field(default=_NO_TALLY, compare=False, repr=False)
     computed: tuple[Any, ...] = field(default=(None, None), compare=False, repr=False)
 
+    @property
+    def has_all_steps_on_device(self) -> bool:
+        """Whether no dropout mask has a step from the host, so that equal calls are the same work."""
+        return all(each is None or each.step_address for each in self.dropouts)
+
     @classmethod
     def of_loss(
         cls, addresses: tuple[int, ...], stream: int, scalars: tuple[float, bool], scale: int, state: int

@@ -54,15 +54,16 @@ def compare_blocks(size: int) -> int:
 def launch_expect(params: Struct, batch: int, device: int, stream: int) -> None:
     """Launches `expect`, which computes the expected results of a product, on a stream of the current device.
 
-    A launch has one matrix for each block in z, so that a large batch needs several launches.
+    A grid has a matrix for each index in z, so that a large batch needs several launches, and all tiles of a matrix in
+    x, because y has at most 65,535 indices.
     """
     params = type(params).from_buffer_copy(params)  # the addresses change from launch to launch
-    grid = -(-params.rows // EXPECT_TILE), -(-params.cols // EXPECT_TILE)
+    tiles = -(-params.rows // EXPECT_TILE) * -(-params.cols // EXPECT_TILE)
     for first in range(0, batch, MAX_GRID_Z):
         if first:
             _move_on(params, MAX_GRID_Z)
         size = min(MAX_GRID_Z, batch - first)
-        _, launch = Launches(EXPECT, (), device, Tiling(grid, (THREADS, 1)), params, size)[stream]
+        _, launch = Launches(EXPECT, (), device, Tiling((tiles, 1), (THREADS, 1)), params, size)[stream]
         launch()
 
 

@@ -106,8 +106,8 @@ class Request(NamedTuple):
         detail: data that only the operation itself reads, on the host or to build the caller's result.
         same: pairs (operand, result) of indices of arrays that may be the same memory, if their strides are equal.
         dropouts: probabilities of dropout, from which the plan's `Call.dropouts` are made; None without dropout. With
-            dropout the call's scalars are the sources of the masks, and a repeated call is not captured, because its
-            masks change.
+            dropout the call's scalars are the sources of the masks. A repeated call is captured only if the steps of
+            all masks are on the device, because a graph would repeat the mask of a step from the host.
     """
 
     problem: Any
@@ -315,7 +315,11 @@ def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, st
 
     Returns False, without running the call, if operands overlap.
     """
-    repeat = prepared, stream, addresses, scalars if prepared.operation.is_scaled else None
+    call, constants = None, scalars if prepared.operation.is_scaled else None
+    if prepared.request.dropouts is not None:
+        call = prepared.operation.call(prepared, addresses, scalars, stream)
+        constants = call.dropouts
+    repeat = prepared, stream, addresses, constants
     launch = cache.repeats.get(repeat)
     if not (launch or prepared.is_sound(addresses)):
         return False
@@ -325,9 +329,10 @@ def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, st
         if launch():
             cache.repeats[repeat] = _ONCE
         return True
-    call = prepared.operation.call(prepared, addresses, scalars, stream)
+    if call is None:
+        call = prepared.operation.call(prepared, addresses, scalars, stream)
     prepared.put(call)
-    if prepared.request.dropouts is None:
+    if call.has_all_steps_on_device:
         if launch is None:
             if len(cache.repeats) >= _MOST_REPEATS:
                 _make_room()

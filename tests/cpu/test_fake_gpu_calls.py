@@ -313,13 +313,32 @@ def test_gradients_are_added_up(gpu: FakeGpu) -> None:
 
 
 def test_masks_differ_from_step_to_step_and_layer_to_layer(gpu: FakeGpu) -> None:
-    # The calls allocate no array, so that only dropout prevents their capture.
-    case = layer_case(dropout=0.5, keep_z=True)
+    case = layer_case(dropout=0.5, keep_z=True)  # the calls allocate no array, so that they have the same addresses
     layer = Layer(gpu, case, gpu.stream)
     for rng in (Philox(7, 2, 5), Philox(7, 2, 6), Philox(7, 3, 6), Philox(8, 3, 6)) * 2:
         layer.case = dataclasses.replace(case, rng=rng)
         layer.refill(0)
         layer.check()
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_calls_with_dropout_are_captured_if_their_step_is_on_the_device(gpu: FakeGpu, on_device: bool) -> None:
+    """Every step has its own mask, and so has a layer whose mask differs in the layer's number alone."""
+    forget_calls()
+    case, step = layer_case(dropout=0.5, keep_z=True), gpu.cp.asarray(np.zeros(1, np.uint32))
+    layer = Layer(gpu, case, gpu.stream)
+    gpu.calls.begin()
+    for number in range(_CALLS):
+        host_of(gpu, step)[...] = number
+        for other in (2, 3):
+            layer.case = drawn_on_host = dataclasses.replace(case, rng=Philox(7, other, number))
+            layer.refill(number)
+            layer.case = dataclasses.replace(case, rng=Philox(7, other, step)) if on_device else layer.case
+            result = layer.backward(layer.forward()[1])
+            layer.case = drawn_on_host
+            layer.check_forward()
+            layer.check_backward(result)
+    assert gpu.calls.names.count("cuStreamBeginCapture") == (4 if on_device else 0)
 
 
 def test_a_step_on_the_device_is_read_when_the_kernel_runs(gpu: FakeGpu) -> None:

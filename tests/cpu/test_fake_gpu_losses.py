@@ -196,7 +196,7 @@ def test_a_loss_without_its_gradient(gpu: FakeGpu, shape: tuple[int, int], place
 
 @pytest.mark.parametrize("place", [FLAT, ODD, None], ids=["flat", "gaps", "over x"])
 def test_dropout_that_repeats(gpu: FakeGpu, place: Placement | None) -> None:
-    """Each repeated call applies the dropout mask of its own `Philox`, whose step may be on the device."""
+    """Each repeated call applies the dropout mask of its own `Philox`; it is captured if the step is on the device."""
     x = Placed(gpu, np.zeros((_ROWS, _CLASSES), np.float32), ODD)
     y = x if place is None else Placed(gpu, np.zeros((_ROWS, _CLASSES), np.float32), place)
     step = gpu.cp.asarray(np.zeros(1, np.uint32))

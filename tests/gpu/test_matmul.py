@@ -24,6 +24,7 @@ from lt_runtime.products.matmul import MatmulPlan
 from lt_runtime.products.methods import configuration
 from lt_runtime.tuner.product_search import heuristic_candidates
 from tests.support.matmul_checks import Product, matmul_case
+from tests.support.placed import FLAT
 from tests.support.strategies import MatmulCase, Placement, matmul_cases
 
 
@@ -63,6 +64,19 @@ _AWKWARD = [(1, 1, 1), (1, 2, 3), (3, 2, 1), (2, 1, 3), (65, 43, 21), (40, 50, 6
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16])
 def test_awkward_sizes(gpu: Any, n: int, m: int, k: int, epilogue: Epilogue, dtype: DType) -> None:
     Product(gpu, matmul_case(m=m, n=n, k=k, epilogue=epilogue, dtype=dtype)).check()
+
+
+@pytest.mark.parametrize("k", [384, 1000, 4096])
+@pytest.mark.parametrize(("m", "n"), [(1, 2), (1, 64), (2, 1), (64, 1)])
+@pytest.mark.parametrize("epilogue", [Epilogue.BGRADA, Epilogue.BGRADB])
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16])
+def test_sums_of_an_operand_where_d_has_one_row_or_column(
+    gpu: Any, m: int, n: int, k: int, epilogue: Epilogue, dtype: DType
+) -> None:
+    # cuBLASLt sums A only if it is column-major, and B only if it is row-major.
+    a = Placement(column_major=epilogue is Epilogue.BGRADA)
+    for d in (FLAT, Placement(column_major=True, gap=1), Placement(column_major=False, gap=1)):
+        Product(gpu, matmul_case(m=m, n=n, k=k, epilogue=epilogue, dtype=dtype, a=a, d=d)).check()
 
 
 @pytest.mark.parametrize("k", [129, 257, 1000, 4097])

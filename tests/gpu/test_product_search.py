@@ -80,6 +80,7 @@ PROBLEMS = {
     ),
     "bf16 few rows": a_problem(16, 4096, 4096, BF16, Epilogue.BIAS),
     "bf16 odd": a_problem(77, 104, 129, FP32, Epilogue.RELU_BIAS),
+    "fp16, more tiles of columns than a grid has blocks in y": a_problem(2, 1 << 22 | 1, 8, FP16, w_transposed=False),
 }
 
 
