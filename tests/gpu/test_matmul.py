@@ -68,11 +68,9 @@ def test_awkward_sizes(gpu: Any, n: int, m: int, k: int, epilogue: Epilogue, dty
 
 @pytest.mark.parametrize("k", [384, 1000, 4096])
 @pytest.mark.parametrize(("m", "n"), [(1, 2), (1, 64), (2, 1), (64, 1)])
-@pytest.mark.parametrize("epilogue", [Epilogue.BGRADA, Epilogue.BGRADB])
+@pytest.mark.parametrize("epilogue", Epilogue)
 @pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16])
-def test_sums_of_an_operand_where_d_has_one_row_or_column(
-    gpu: Any, m: int, n: int, k: int, epilogue: Epilogue, dtype: DType
-) -> None:
+def test_d_of_one_row_or_column(gpu: Any, m: int, n: int, k: int, epilogue: Epilogue, dtype: DType) -> None:
     # cuBLASLt sums A only if it is column-major, and B only if it is row-major.
     a = Placement(column_major=epilogue is Epilogue.BGRADA)
     for d in (FLAT, Placement(column_major=True, gap=1), Placement(column_major=False, gap=1)):
