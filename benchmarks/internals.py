@@ -156,7 +156,7 @@ def fp8_update(weight: Any, grad: Any, *, masters: bool, casts: bool) -> Callabl
 
     Args:
         masters: whether weight and moments are kept in FP32; otherwise all are BF16.
-        casts: whether a cast after the step writes E4M3.
+        casts: whether a cast after the step writes the weight in E4M3; if False, the step itself writes it.
     """
     kept: Any = {} if masters else {"moments": "bfloat16", "stochastic_rounding": True}
     parameter, state = lt.Parameter(weight, grad), lt.FP8State()

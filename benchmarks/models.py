@@ -78,7 +78,7 @@ class ModelCase(StepCase):
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the products, without the gradient of the model's inputs."""
+        """Floating-point operations of a step's matrix products; none computes the gradient of the model's inputs."""
         weights, _, first = self._weights
         return self.rows * (6 * weights - 2 * first)
 

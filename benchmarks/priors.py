@@ -114,7 +114,7 @@ def fit(samples: Sequence[Sample], depth: int = _DEPTH) -> Fitted:
 
 
 def _limits(sizes: Mapping[str, NDArray[np.int64]]) -> Iterable[tuple[str, int]]:
-    """Candidate limits: the powers of two between the least and the greatest value of each size."""
+    """Yields candidate limits for a tree: for each size, the powers of two between its least and greatest values."""
     for feature, values in sizes.items():
         bits = range(int(values.min()).bit_length(), int(values.max()).bit_length())
         yield from ((feature, 1 << each) for each in bits)

@@ -327,7 +327,7 @@ def timed_row(
 
 
 def _called(name: str) -> str:
-    """The name of a contender that is timed as calls; a way to hold parameters stays at the end."""
+    """Adds "_call" to a contender's name, before the suffix "_bf16" or "_autocast" if the name has one."""
     base = _base(name)
     return f"{base}_call{name.removeprefix(base)}"
 
@@ -436,7 +436,7 @@ def _base(name: str) -> str:
 
 
 def measure_prefetch(case: StepCase, options: argparse.Namespace, stream: Any) -> Row:
-    """A tuned step over batches in page-locked memory through `lt.prefetch`, and over batches on the GPU."""
+    """Times a tuned step with batches from page-locked memory, through `lt.prefetch`, and with batches on the GPU."""
     import lt_runtime as lt
 
     setup, count = Setup(case, stream), max(case.replays, _LEAST_STEPS)

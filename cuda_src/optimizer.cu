@@ -7,8 +7,8 @@
 
 namespace lt {
 
-// Updates the scale as torch.amp.GradScaler does, which does not let it grow beyond FP32 either. Unlike there, the
-// scale stays a normal number when it shrinks, so that its inverse is finite.
+// Updates the scale as torch.amp.GradScaler does: neither lets the scale grow beyond FP32. Unlike with GradScaler, a
+// scale that shrinks stays a normal number, so that its inverse is finite.
 __device__ inline void update_scale(const OptimizerParams& p, const Progress& now) {
   const int successes = now.nonfinite == 0 ? *p.growth_tracker + 1 : 0;
   const bool grows = successes == p.growth_interval;

@@ -26,7 +26,8 @@
         ├── CuptiError                  CUPTI cannot look at the GPU, or one of its calls failed
         └── PlanError                   cuBLASLt has no algorithm for a matrix product
 
-Everything except `GpuError` is raised before anything is launched or written, or leaves a file as it was (`FileError`).
+Everything except `GpuError` and `FileError` is raised before anything is launched or written. A `FileError` leaves the
+file as it was.
 """
 
 from __future__ import annotations

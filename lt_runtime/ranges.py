@@ -194,7 +194,7 @@ class Place(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def place_of(path: tuple[str, ...]) -> Place:
-    """The layer and phase of the innermost of nested ranges; `path` has the ranges' names, outermost first.
+    """The layer and phase of code that runs within nested ranges; `path` has the ranges' names, outermost first.
 
     An operation belongs to the layer around it, and is a layer of its own if there is none. Outside of all phases, a
     backward operation is in the phase "backward", any other in "forward". Ranges around a step do not count as layers.

@@ -169,7 +169,7 @@ class MatrixLayout(Descriptor[attributes.MatrixLayoutAttribute, int]):
         self.check_leading_dimension()
 
     def check_leading_dimension(self, owner: str = "") -> None:
-        """Raises `ArgumentError`, which begins with `owner`, if columns (or rows, or tiles) overlap."""
+        """Raises `ArgumentError`, whose message begins with `owner`, if columns (or rows, or tiles) overlap."""
         ids = attributes.MatrixLayoutAttribute
         order, rows, cols, leading = map(self.recall, (ids.ORDER, ids.ROWS, ids.COLS, ids.LD))
         if order == Order.COL:

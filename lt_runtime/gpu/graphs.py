@@ -145,7 +145,7 @@ def memory_type(address: int) -> Any:
 
 
 def pageable_ends(node: int) -> list[str]:
-    """The ends of a copy that are in pageable host memory: "from", "to", both or none."""
+    """Lists the ends of a copy node that are in pageable host memory: "from", "to", both or neither."""
     copy = call("cuGraphMemcpyNodeGetParams", node)
     ends = (copy.srcMemoryType, copy.srcHost, copy.srcDevice), (copy.dstMemoryType, copy.dstHost, copy.dstDevice)
     return [

@@ -27,7 +27,7 @@ class DropoutState:
 
     Attributes:
         threshold: the value of `keep_threshold` for the dropout probability.
-        philox: seed, layer and step that the random numbers come from.
+        philox: seed, layer and step that the random numbers come from; the step is 0 if it is on the device.
         step_address: address of a uint32 on the device that the kernel reads instead of `philox.step`; 0 if none.
     """
 
@@ -46,14 +46,17 @@ class DropoutState:
         philox = check_dropout(p, rng)
         if philox is None:
             return None
-        address = 0 if isinstance(philox.step, int) else read_step(philox.step, device, stream).address
-        return cls(keep_threshold(p), philox, address)
+        if isinstance(philox.step, int):
+            return cls(keep_threshold(p), philox)
+        # The array is not kept: a repeated call is remembered by the address of its step, at which a later call's step
+        # can lie only if the array has been freed.
+        address = read_step(philox.step, device, stream).address
+        return cls(keep_threshold(p), Philox(philox.seed, philox.layer), address)
 
     def block(self) -> Dropout:
         """Packs the mask's parameters into the C++ struct `lt::Dropout`, which kernels take."""
-        step = 0 if self.step_address else self.philox.step
-        limit, scale = (self.threshold << 16) - 1, keep_scale(self.threshold)
-        return Dropout(_round_keys(self.philox.seed), self.step_address, step, self.philox.layer, limit, scale)
+        philox, limit, scale = self.philox, (self.threshold << 16) - 1, keep_scale(self.threshold)
+        return Dropout(_round_keys(philox.seed), self.step_address, philox.step, philox.layer, limit, scale)
 
 
 @dataclass(slots=True)

@@ -316,8 +316,9 @@ class ScalesPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: holds the addresses of slots and history of each layer, FP32 arrays (tensors, 8) and (tensors,
-                length), and then of a uint32 that is not zero if the step is skipped; 0 if none ever is.
+            call: `call.addresses` has two addresses for each layer: of its slots, an FP32 array (tensors, 8), and of
+                its history, an FP32 array (tensors, length). The last address is that of a uint32, which is not zero if
+                the step is skipped; it is 0 if no step is ever skipped.
         """
         params, launch = self._launches[memory.stream]
         *arrays, params.skipped = call.addresses

@@ -69,8 +69,9 @@ class Block:
     has_range: ClassVar[bool] = True
     """Whether profiles show forward and backward as ranges; False for blocks that only call other blocks."""
     overwrites: ClassVar[bool] = True
-    """Whether backward may write into arrays that were passed to a part's forward or backward. If False, a
-    captured step may leave the part's weight gradients running after its backward has returned."""
+    """Whether this block's backward may write into arrays that were passed to the forward or backward of one of its
+    parts. If False, a captured step may leave the part's weight gradients running after the part's backward has
+    returned."""
 
     def __init_subclass__(cls, *, surrounded: bool = True) -> None:
         """Wraps a derived class's forward and backward in the checks of `Pass`.

@@ -282,9 +282,10 @@ def backward_layers(
             if met:
                 met.chains.append(_chain(forwards, met.taken(start)))
             context.x, needs_dx = remake(dx), False
-        # Each backward call also computes the bias gradient of the layer below. The last layer, which has no layer
-        # above it, computes its own as well. If both gradients have one buffer, because two layers share their bias,
-        # the next call computes the second one. An FP8 layer computes nothing for the layer below.
+        # A layer's backward call also computes the bias gradient of the layer below. The last layer, which has no layer
+        # above it, computes its own bias gradient as well. If both gradients would go to one buffer, because the two
+        # layers share their bias, the call of the layer below computes the gradient of that layer. An FP8 layer
+        # computes nothing for the layer below.
         goes_on = i > lowest
         takes_through = goes_on and context.state is None
         below = layers[i - 1].bias if takes_through else None

@@ -1,4 +1,4 @@
-"""Loads values of parameters by name, as states and files have them."""
+"""Loads the values of parameters from the named arrays of a state."""
 
 from __future__ import annotations
 

@@ -283,9 +283,9 @@ class Pass:
     def deferring(self, *read: Any) -> Iterator[None]:
         """Context manager around a layer's backward: in a graph, the weight gradient may run on after the `with` block.
 
-        The stream waits for the weight gradient when the next `deferring` block ends, which is around the backward of
-        the layer that runs next. Until then the weight gradient's matrix product uses multiprocessors that other
-        kernels leave idle.
+        The stream waits for the weight gradient at the end of the next `deferring` block, around the next layer's
+        backward, or in `join` if that comes first. Until then the weight gradient's matrix product uses multiprocessors
+        that other kernels leave idle.
 
         Args:
             read: the arrays that the weight gradient is computed from, which are kept until then.
@@ -376,7 +376,7 @@ class Pass:
         return is_forbidden and isinstance(self.stream, int) and self.stream != 0 and is_capturing(self.stream)
 
     def clear_unwritten(self, parameters: Iterable[Parameter]) -> None:
-        """Sets the gradients to zero of those parameters whose gradients no backward of this pass has written."""
+        """Sets the gradient of each parameter to zero unless a backward of this pass has written the gradient."""
         for each in parameters:
             if id(each.owner) not in self.written:
                 _clear(each.grad, self.stream)

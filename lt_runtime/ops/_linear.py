@@ -105,8 +105,8 @@ class LinearContext:
 class LinearForward(Operation):
     """y = dropout(act(x · wᵀ + bias)) + add and, for training, a context for backward.
 
-    The options of a call are the options of `linear_fwd`, then a flag: whether tensors are saved for backward. Its
-    scalars are `Sources`. A request's detail is the `Layer`.
+    The options of a call are the options of `linear_fwd`, followed by a flag: whether tensors are saved for backward.
+    The scalars of a call are `Sources`. The detail of a request is a `Layer`.
     """
 
     names: ClassVar[tuple[str, ...]] = ("x", "w", "bias", "out", "out_z", "add")

@@ -48,7 +48,7 @@ _ONCE: Final = False
 _OWN_THREADS: Final = "lt_runtime "
 """Name prefix of all threads that the package starts."""
 AUTOGRAD_THREAD: Final = f"{_OWN_THREADS}autograd"
-"""Name that the package gives to each thread of PyTorch's autograd that runs one of its backward passes."""
+"""Name that the package gives to each PyTorch autograd thread that runs a backward pass of the package."""
 
 
 Shape: TypeAlias = tuple[int, ...]

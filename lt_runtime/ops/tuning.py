@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any, Protocol, get_args
 
 from lt_runtime.arguments import by_layer, check_instance, flag, integer, integers, shown
@@ -66,11 +67,12 @@ def tune(
     which makes the measurements less precise.
 
     Args:
-        dims: inputs of the first layer, then outputs of each; or an `lt.MLP` or another `lt.Block`, or one or more
-            problems, which leave no room for other arguments about layers.
-        rows: M, the batch. For a model also its inputs, as `Block.forward` takes them.
-        activation: of all layers but the last, ReLU if left out; of the only layer, none if left out. A list or tuple
-            has one for each layer, the last included.
+        dims: sizes, which are the inputs of the first layer and then the outputs of each layer; or a model, which is an
+            `lt.MLP` or another `lt.Block`; or one or more problems. With problems, `rows` must be left out. The
+            arguments from `activation` to `input_gradient` describe the layers of sizes; otherwise leave them out.
+        rows: M, the number of rows of a batch. For a model, its inputs are accepted too, as `Block.forward` takes them.
+        activation: the activation of all layers but the last, ReLU if left out; or of the only layer, none if left out.
+            A list or tuple has one for each layer, the last included.
         output_activation: of the last layer; none if left out, or if there is a sequence of activations.
         dtype: float32, float16 or bfloat16, as a name or a type.
         compute: "float32" or "tf32".
@@ -161,6 +163,7 @@ def _given(dims: Any, rows: Any, device: object, *options: Any) -> tuple[list[An
     if hasattr(dims, "rehearse"):
         if rows is None:
             raise ArgumentError("rows is missing (None): how many rows shall the model work on?")
+        _check_left_out("a model", options)
         ordinal = ordinal_of(dims.device if device is None else device)
         return dims.rehearse(rows), ordinal
     problems = [dims] if isinstance(dims, Problem) else [*dims] if isinstance(dims, Sequence) else []
@@ -169,11 +172,21 @@ def _given(dims: Any, rows: Any, device: object, *options: Any) -> tuple[list[An
             check_instance(f"dims[{i}]", each, get_args(Problem), "a problem, as the first of them")
         if rows is not None:
             raise ArgumentError(f"rows is {shown(rows)}, but a problem says itself how many it has")
+        _check_left_out("a problem", options)
         return problems, ordinal_of(device)
     sizes = integers("dims", dims)
     if rows is None:
         raise ArgumentError(f"rows is missing (None): how many rows do the layers of dims {list(sizes)} work on?")
     return [mlp_chain(sizes, rows, *options)], ordinal_of(device)
+
+
+def _check_left_out(described: str, options: Sequence[Any]) -> None:
+    """Raises unless all options of `mlp_chain` have their defaults, because `dims` describes the layers itself."""
+    for parameter, value in zip([*signature(mlp_chain).parameters.values()][2:], options, strict=True):
+        if type(value) is not type(parameter.default) or value != parameter.default:
+            raise ArgumentError(
+                f"{parameter.name} is {shown(value)}, but {described} has its own: leave it out, or give sizes as dims"
+            )
 
 
 def mlp_chain(

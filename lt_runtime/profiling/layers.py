@@ -37,7 +37,7 @@ class Layer:
         name: the layer's name; "" for the time of a phase outside of its layers.
         phase: "input", "forward", "loss", "backward", "optimizer", or "" if no range names the phase.
         calls: how often the layer's range was entered, on average.
-        us: median latency without nested layers: between events on a GPU, otherwise by the host's clock.
+        us: median latency, without the latency of nested layers; timed by events on a GPU, else by the host's clock.
         spread_us: interquartile range of the latency.
         host_us: median time of the host.
         kernels: the number of kernels, copies and memsets, and `kernel_us` the sum of their times; 0 without CUPTI.

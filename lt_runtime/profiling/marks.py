@@ -51,8 +51,9 @@ class EventMarks:
     def take(self) -> Any:
         """Records an event on the current stream and returns the event.
 
-        While the profile captures a copy of a graph, the event becomes part of the copy, and the result is its number
-        in the order of capture. The result is None in any other capture, and while another GPU is current.
+        While the profile captures a copy of a graph, the result is the number of the present moment, and an event
+        becomes part of the copy only if the copy records this moment, see `MarkedCopy`. The result is None in any other
+        capture, and while another GPU is current.
         """
         if not is_current(self._device):
             return None

@@ -49,7 +49,11 @@ def philox4x32(counter: NDArray[Any], key: tuple[int, int], rounds: int = 10) ->
 
 
 def _mix(state: NDArray[np.uint64], key: tuple[int, int]) -> None:
-    """Applies one round in place: swaps the halves of the products, and XORs the high halves with words and key."""
+    """Applies one round of Philox in place.
+
+    Words 0 and 1 become the high and the low half of word 2's product, words 2 and 3 those of word 0's product. Each
+    high half is also XORed with a word of the key, and with the old word that the low half replaces.
+    """
     first, second = state[0] * _MULTIPLIERS[0], state[2] * _MULTIPLIERS[1]
     for word, product, other, mixed in ((0, second, 1, key[0]), (2, first, 3, key[1])):
         np.right_shift(product, _HALF, out=state[word])

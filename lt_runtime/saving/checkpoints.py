@@ -223,8 +223,8 @@ def save_model(path: AnyPath, model: Block, *, optimizer: Optimizer | None = Non
     by `save_checkpoint`. Waits for the GPU.
 
     Args:
-        optimizer: the model's optimizer, needed if processes of a group divide its state: it gathers the master copies,
-            of which each process has only some. Nothing of the optimizer itself is saved.
+        optimizer: the model's optimizer; needed if the processes of a group divide the optimizer's state. The optimizer
+            then gathers the master copies, of which each process has only some. The optimizer itself is not saved.
         group: processes that train together, as for `save_checkpoint`.
 
     Raises:
@@ -418,7 +418,7 @@ def _schedule(schedule: AnySchedule) -> dict[str, Any]:
 
 
 def check_values(complaint: str, arrays: Arrays, masters: Iterable[str], bounds: Bounds) -> None:
-    """Raises `CheckpointError` if a value is out of its bounds, or an array is no rounding of its master copy.
+    """Raises `CheckpointError` if a value is out of its bounds, or an array is not its rounded master copy.
 
     Args:
         complaint: the beginning of the message.
@@ -473,7 +473,7 @@ def refuse_differences(
 
 
 def _names_in(path: str) -> list[str]:
-    """Splits a path within a description into names of options: "optimizer.beta1" gives ["optimizer", "betas"]."""
+    """Splits a dotted path into the names of options: "optimizer.beta1" gives ["optimizer", "betas"]."""
     return ["betas" if name in ("beta1", "beta2") else name for name in path.split(".")]
 
 

@@ -194,7 +194,7 @@ def _loading(path: AnyPath, owners: Mapping[str, Any], scales: Arrays) -> Loadin
 
 
 def _models(owners: Mapping[str, Any]) -> list[Block]:
-    """The models among objects, and the models of steps among them, each once."""
+    """The models among the given objects, and the models of the training steps among the objects, each once."""
     models = (each.model if isinstance(each, TrainStep) else each for each in owners.values())
     return [*{id(each): each for each in models if isinstance(each, Block)}.values()]
 

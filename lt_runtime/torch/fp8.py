@@ -27,7 +27,7 @@ from lt_runtime.torch import fp8_steps
 from lt_runtime.torch.functional import GATED, LINEAR, cast, draw_key, linear_layers
 from lt_runtime.torch.gated import gate_of
 from lt_runtime.torch.linear import masks_of, scratch
-from lt_runtime.torch.operators import Needs, Operator, Options, applied, begin_backward, is_eager
+from lt_runtime.torch.operators import Needs, Operator, Options, applied, begin_backward, is_compiling, is_eager
 from lt_runtime.torch.tensors import Tensor, Tensors, as_tensor, as_tensors, placed
 
 Precision: TypeAlias = "Literal['fp8'] | FP8 | None"
@@ -61,15 +61,24 @@ def chain(
     """Computes `linear_layers`; those of the modules `layers` that have FP8 scales run in FP8.
 
     A layer runs in its own type if no gradient will be computed, if its tensors are meta or fake tensors, or if FP8 was
-    not chosen for it; `scales.fallback` then gives the reason. The layers of a gated block run all three in FP8, or
-    none does.
+    not chosen for it; `scales.fallback` then gives the reason. So do all layers of a gated block if one of them has no
+    scales, or sizes that are no multiples of 16.
     """
     for each in layers:
-        if vars(each).get("scales") is not None:
-            if operator is GATED and None in [vars(each).get("scales") for each in layers]:
+        if _scales(each) is not None:
+            if operator is GATED and None in map(_scales, layers):
                 break  # torch.compile can trace this call, unlike one in FP8
             return _with_scales(operator, layers, x, parameters, options, add)
     return linear_layers(x, parameters, options, add, operator)
+
+
+def _scales(layer: Any) -> FP8State | None:
+    """The scales of a layer, which has no attribute `scales` if it has never been in FP8.
+
+    Code compiled for a layer without the attribute would also run layers in FP8 if it read the layer's `vars`: only
+    `getattr` makes torch.compile guard that the attribute is absent. Uncompiled, `getattr` takes 1 µs to find that out.
+    """
+    return getattr(layer, "scales", None) if is_compiling() else vars(layer).get("scales")
 
 
 @torch._disable_dynamo  # type: ignore[untyped-decorator]
@@ -125,7 +134,10 @@ def _is_in_fp8(state: FP8State | None) -> bool:
 
 
 def _gated_at_once(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
-    """Runs the layers of a gated block, which all have FP8 scales, either all three in FP8 or none."""
+    """Runs a gated block whose three layers all have FP8 scales.
+
+    The function chooses each layer's precision separately. If no layer is in FP8, the operator `GATED` runs the block.
+    """
     weights, biases = parameters[::2], parameters[1::2]
     if not (fits(x, weights[0]) and fits(weights[0], weights[2])):
         return linear_layers(x, parameters, options, add, GATED)

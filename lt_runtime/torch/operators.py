@@ -23,7 +23,7 @@ Needs: TypeAlias = Sequence[bool]
 """Whether each operand needs a gradient."""
 
 LIBRARY: Final = torch.library.Library("lt_runtime", "DEF")
-_is_compiling: Final = torch.compiler.is_dynamo_compiling
+is_compiling: Final = torch.compiler.is_dynamo_compiling
 _IDLE_THREADS: Final = "InductorSubproc", "subproc_worker_timer", "tqdm_monitor"
 """Names of threads of torch.compile and of progress bars, which live as long as the process and mostly wait."""
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, type(None)}
@@ -298,7 +298,7 @@ def begin_backward(name: str, ctx: Any, *dys: Tensor) -> None:
             f"backward with create_graph=True reached lt_runtime's {name}, which has no second derivative; "
             "use PyTorch's own layer where one is needed"
         )
-    for dy in () if _is_compiling() else dys:  # the compiler cannot trace the check
+    for dy in () if is_compiling() else dys:  # the compiler cannot trace the check
         if dy is not None and torch._C._functorch.is_legacy_batchedtensor(dy):
             raise SecondDerivativeError(
                 f"is_grads_batched=True or vectorize=True reached lt_runtime's {name}; give one gradient at a time"
@@ -311,7 +311,7 @@ def is_eager(tensors: Tensors) -> bool:
     Raises:
         SecondDerivativeError: a transform of `torch.func` is active, or a tensor has a forward-mode derivative.
     """
-    if _is_compiling():
+    if is_compiling():
         return False
     if torch._C._are_functorch_transforms_active():
         raise SecondDerivativeError(

@@ -100,7 +100,8 @@ class AdamW(torch.optim.AdamW):
         self._prepared: dict[Any, HostStep] = {}
         self._captured: list[Any] = []  # tensors that captured graphs read, and which must live as long as the graphs
         self._numbered = 0
-        # Whether a graph that `capture` did not capture holds a step: after its launches copies in FP8 may be stale.
+        # Whether a step was captured in a graph that `lt_runtime.torch.capture` did not make. After a launch of such a
+        # graph, copies of weights in FP8 may be stale.
         self.is_recorded = False
         self.grad_norm: Tensor | None = None
 

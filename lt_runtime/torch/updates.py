@@ -397,7 +397,7 @@ def _bytes_of(table: NDArray[Any]) -> Tensor:
 
 
 def step_class(tensor: Tensor) -> type[HostStep]:
-    """The class of a step of parameters on a tensor's device."""
+    """Returns the class that updates parameters on a tensor's device: `GpuStep` or `HostStep`."""
     return GpuStep if tensor.is_cuda else HostStep
 
 

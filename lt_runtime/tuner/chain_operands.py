@@ -102,7 +102,7 @@ def _vector(role: str, layer: int, matrix: Spec, alignment: int | None) -> _Plac
 
 
 def _added_to(problem: LayerProblem) -> tuple[str, ...]:
-    """The outputs of a problem that it adds to their old values (accumulation)."""
+    """Names the outputs that a problem adds to the old values in their buffers (accumulation)."""
     if isinstance(problem, ForwardProblem):
         return ()
     return (("dw", "db", "db_below") if problem.accumulate else ()) + (("dx",) if problem.accumulate_dx else ())

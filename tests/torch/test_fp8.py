@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import numpy as np
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lt_runtime as lt
@@ -365,6 +366,19 @@ def test_compiled_models_call_layers_in_fp8() -> None:
     compiled(x)  # the first call computes the scales
     assert torch.equal(compiled(x), 2 * layer(2 * x))
     assert layer.scales.calibrated == {0, 1}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_code_compiled_before_a_model_was_in_fp8_does_not_run_it() -> None:
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)), torch.randn(32, 64)
+    ltt.replace(model)
+    compiled, own = torch.compile(lambda x: model(x), backend="eager"), model(x)
+    assert torch.equal(compiled(x), own)
+    ltt.restore(model)
+    ltt.replace(model, precision="fp8")
+    in_fp8 = model(x)
+    assert not torch.equal(in_fp8, own)
+    assert torch.equal(compiled(x), in_fp8)
 
 
 @pytest.mark.parametrize("missing", ["gate", "up", "down"])

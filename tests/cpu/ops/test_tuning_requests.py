@@ -162,6 +162,8 @@ def test_tune_takes_problems(tuner: Tuner) -> None:
         ),
         (([32, 48, 10], 8), {"compute": "fp16"}, "compute is 'fp16'"),
         ((parse_key(layer_key(64)), 8), {}, "rows is 8, but a problem says itself how many it has"),
+        ((parse_key(layer_key(64)),), {"activation": "gelu"}, "activation is 'gelu', but a problem has its own"),
+        ((lt.MLP([32, 48], device="cpu"), 8), {"dropout": 0.5}, r"dropout is 0\.5, but a model has its own"),
     ],
 )
 def test_what_tune_refuses(tuner: Tuner, arguments: tuple[Any, ...], options: dict[str, Any], message: str) -> None:
