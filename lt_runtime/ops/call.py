@@ -47,6 +47,9 @@ _ONCE: Final = False
 """Value in `cache.repeats` of a call that has been repeated with these arrays, but is not captured yet."""
 _OWN_THREADS: Final = "lt_runtime "
 """Name prefix of all threads that the package starts."""
+_QUIET_THREADS: Final = frozenset({"InductorSubproc", "subproc_worker_timer", "tqdm_monitor", "QueueFeederThread"})
+"""Names of threads that live long and never synchronise with a GPU: two of torch.compile, one of tqdm's progress bars,
+and those of queues to other processes, such as a PyTorch DataLoader with workers has."""
 AUTOGRAD_THREAD: Final = f"{_OWN_THREADS}autograd"
 """Name that the package gives to each PyTorch autograd thread that runs a backward pass of the package."""
 
@@ -388,7 +391,7 @@ def _launch_of(prepared: PreparedCall, call: Call) -> Callable[[], object]:
 
 
 def _is_alone() -> bool:
-    """Whether all other living Python threads belong to the package or wait for this one, so that none synchronises.
+    """Whether no other living Python thread may synchronise with a GPU now.
 
     While a stream is being captured, cuCtxSynchronize fails in every thread, whatever mode the capture has. So no call
     is captured automatically while another thread exists that may synchronise, for example by
@@ -396,8 +399,8 @@ def _is_alone() -> bool:
     it; at other times the thread of autograd waits for work.
     """
     own, threads = threading.current_thread(), threading.enumerate()
-    others = [each for each in threads if each is not own and not each.name.startswith(_OWN_THREADS)]
-    return len(others) <= (own.name == AUTOGRAD_THREAD)
+    others = [each.name for each in threads if each is not own and each.name not in _QUIET_THREADS]
+    return sum(not name.startswith(_OWN_THREADS) for name in others) <= (own.name == AUTOGRAD_THREAD)
 
 
 def _uncaptured(plan: Plan, call: Call, memory: StreamMemory) -> Callable[[], bool]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -24,8 +23,6 @@ Needs: TypeAlias = Sequence[bool]
 
 LIBRARY: Final = torch.library.Library("lt_runtime", "DEF")
 is_compiling: Final = torch.compiler.is_dynamo_compiling
-_IDLE_THREADS: Final = "InductorSubproc", "subproc_worker_timer", "tqdm_monitor"
-"""Names of threads of torch.compile and of progress bars, which live as long as the process and mostly wait."""
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
@@ -114,7 +111,6 @@ class Operator(ABC):
             if device >= 0 and device != torch._C._cuda_getDevice():
                 with torch.cuda.device(device):
                     return self(operands, options)
-            _name_idle_threads(threading.active_count())
             training = torch.is_grad_enabled() and torch._C._any_requires_grad(*operands)
             outputs = self.eager(operands, options, training=training)
         else:
@@ -148,7 +144,6 @@ class Operator(ABC):
 
     def run_backward(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Computes the gradients without the dispatcher; see `compute_gradients`."""
-        _name_idle_threads(threading.active_count())
         _name_autograds_thread()  # compiled code does not call `begin_backward`
         token = fp64_on_host.set(True)
         try:
@@ -166,7 +161,6 @@ class Operator(ABC):
     def _traced(self, operands: Tensors, *options: Any) -> list[Tensor]:
         """The function that PyTorch's dispatcher calls for the key Autograd: it records a node in autograd's graph."""
         if not torch.is_grad_enabled() and is_eager(operands):  # compiled code, whose backward is compiled too
-            _name_idle_threads(threading.active_count())
             return _present(self.run(operands, _hashable(options)))
         if not options[-1]:
             return self._below_autograd(operands, options)
@@ -267,20 +261,6 @@ _thread: Final = _Thread()
 def _name_autograds_thread() -> bool:
     """Names the current thread if autograd has started it; returns whether it has."""
     return _thread.is_autograds
-
-
-@functools.lru_cache(maxsize=1)
-def _name_idle_threads(count: int) -> None:
-    """Gives the threads in `_IDLE_THREADS` the package's prefix, so that they do not prevent automatic captures.
-
-    That is safe, because these threads never synchronise with a GPU.
-
-    Args:
-        count: the number of living threads; a call with the same number as the last call's does nothing.
-    """
-    for each in threading.enumerate():
-        if each.name in _IDLE_THREADS:
-            each.name = f"lt_runtime beside {each.name}"
 
 
 def begin_backward(name: str, ctx: Any, *dys: Tensor) -> None:

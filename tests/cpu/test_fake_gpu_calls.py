@@ -88,7 +88,9 @@ class Repeated:
         return self._gpu.calls.names.count(name)
 
 
-@pytest.mark.parametrize(("name", "captures"), [("a reader of batches", 0), ("lt_runtime prefetch", 1)])
+@pytest.mark.parametrize(
+    ("name", "captures"), [("a reader of batches", 0), ("lt_runtime prefetch", 1), ("tqdm_monitor", 1)]
+)
 def test_nothing_is_captured_unasked_beside_a_thread_of_the_caller(gpu: FakeGpu, name: str, captures: int) -> None:
     """A thread of the caller might call cuCtxSynchronize, which fails in every thread while a stream is captured."""
     call, ends = Repeated(gpu), threading.Event()

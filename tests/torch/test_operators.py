@@ -314,12 +314,24 @@ def test_a_thread_of_autograd_measures_what_was_within_tuning_in_forward(
     assert not first_use.is_tuning()
 
 
+def hide_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides the threads that earlier tests have left from the package."""
+    before, enumerate_all = {*threading.enumerate()} - {threading.current_thread()}, threading.enumerate
+    monkeypatch.setattr(threading, "enumerate", lambda: [each for each in enumerate_all() if each not in before])
+
+
+def test_calls_beside_a_loader_with_workers_may_become_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_other_threads(monkeypatch)
+    loader = torch.utils.data.DataLoader([*range(4)], num_workers=1)
+    assert [call._is_alone() for _ in loader] == [True] * 4
+
+
 @pytest.mark.parametrize(
     ("backend", "others", "expected"),
     [
         (None, [], True),
         ("aot_eager", [], True),
-        ("aot_eager", ["InductorSubproc", "subproc_worker_timer", "tqdm_monitor"], True),
+        ("aot_eager", ["InductorSubproc", "subproc_worker_timer", "tqdm_monitor", "QueueFeederThread"], True),
         ("aot_eager", ["a reader of data"], False),
     ],
     ids=["eager", "compiled", "beside threads that never synchronise", "beside another thread"],
@@ -327,12 +339,8 @@ def test_a_thread_of_autograd_measures_what_was_within_tuning_in_forward(
 def test_calls_in_backward_may_become_graphs(
     backend: str | None, others: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may unless a thread lives that is not autograd's, torch.compile's, tqdm's or the package's.
-
-    Threads that earlier tests have left are hidden.
-    """
-    before, enumerate_all = {*threading.enumerate()} - {threading.current_thread()}, threading.enumerate
-    monkeypatch.setattr(threading, "enumerate", lambda: [each for each in enumerate_all() if each not in before])
+    """They may unless a thread lives that is not autograd's, torch.compile's, tqdm's, a queue's or the package's."""
+    hide_other_threads(monkeypatch)
     layer, x, ends, found = ltt.Linear(16, 16), torch.ones(16, 16, requires_grad=True), threading.Event(), list[bool]()
     x.register_hook(lambda _: found.append(call._is_alone()))
     loss = (torch.compile(layer, backend=backend) if backend else layer)(x).sum()
