@@ -45,12 +45,13 @@ _CAPTURE_SHARE: Final = 0.03
 _MOST_CAPTURE_S: Final = 0.05
 _ONCE: Final = False
 """Value in `cache.repeats` of a call that has been repeated with these arrays, but is not captured yet."""
-_OWN_THREADS: Final = "lt_runtime "
-"""Name prefix of all threads that the package starts."""
-_QUIET_THREADS: Final = frozenset({"InductorSubproc", "subproc_worker_timer", "tqdm_monitor", "QueueFeederThread"})
-"""Names of threads that live long and never synchronise with a GPU: two of torch.compile, one of tqdm's progress bars,
-and those of queues to other processes, such as a PyTorch DataLoader with workers has."""
-AUTOGRAD_THREAD: Final = f"{_OWN_THREADS}autograd"
+_QUIET_THREADS: Final = re.compile(
+    "lt_runtime .*|InductorSubproc|subproc_worker_timer|tqdm_monitor|QueueFeederThread|.*\\(_pin_memory_loop\\)"
+)
+"""Matches the names of threads that never synchronise with a GPU: the package's own, two of torch.compile, one of tqdm,
+and two of a PyTorch DataLoader with workers, of which the last allocates pinned memory. The package's captures, in mode
+THREAD_LOCAL, allow other threads to do so."""
+AUTOGRAD_THREAD: Final = "lt_runtime autograd"
 """Name that the package gives to each PyTorch autograd thread that runs a backward pass of the package."""
 
 
@@ -399,8 +400,8 @@ def _is_alone() -> bool:
     it; at other times the thread of autograd waits for work.
     """
     own, threads = threading.current_thread(), threading.enumerate()
-    others = [each.name for each in threads if each is not own and each.name not in _QUIET_THREADS]
-    return sum(not name.startswith(_OWN_THREADS) for name in others) <= (own.name == AUTOGRAD_THREAD)
+    others = [each for each in threads if each is not own and not _QUIET_THREADS.fullmatch(each.name)]
+    return len(others) <= (own.name == AUTOGRAD_THREAD)
 
 
 def _uncaptured(plan: Plan, call: Call, memory: StreamMemory) -> Callable[[], bool]:

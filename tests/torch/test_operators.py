@@ -331,7 +331,7 @@ def test_calls_beside_a_loader_with_workers_may_become_graphs(monkeypatch: pytes
     [
         (None, [], True),
         ("aot_eager", [], True),
-        ("aot_eager", ["InductorSubproc", "subproc_worker_timer", "tqdm_monitor", "QueueFeederThread"], True),
+        ("aot_eager", ["InductorSubproc", "subproc_worker_timer", "tqdm_monitor", "Thread-4 (_pin_memory_loop)"], True),
         ("aot_eager", ["a reader of data"], False),
     ],
     ids=["eager", "compiled", "beside threads that never synchronise", "beside another thread"],
@@ -339,7 +339,7 @@ def test_calls_beside_a_loader_with_workers_may_become_graphs(monkeypatch: pytes
 def test_calls_in_backward_may_become_graphs(
     backend: str | None, others: list[str], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may unless a thread lives that is not autograd's, torch.compile's, tqdm's, a queue's or the package's."""
+    """They may unless a thread lives that is not autograd's, torch.compile's, tqdm's, a loader's or the package's."""
     hide_other_threads(monkeypatch)
     layer, x, ends, found = ltt.Linear(16, 16), torch.ones(16, 16, requires_grad=True), threading.Event(), list[bool]()
     x.register_hook(lambda _: found.append(call._is_alone()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import lt_runtime as lt
 import lt_runtime.torch as ltt
+from lt_runtime.plans import cache
 
 pytestmark = pytest.mark.gpu
 
@@ -45,3 +47,22 @@ def test_a_captured_step_takes_a_loader_s_batches_by_prefetch_and_without() -> N
     for _ in range(4):
         for batches in (loader, lt.prefetch(loader, 2, "cuda")):
             assert [float(run(batch)) for batch in batches] == expected
+
+
+def test_calls_become_graphs_beside_a_loader_whose_threads_pin_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Threads that earlier tests have left are hidden.
+    before, enumerate_all = {*threading.enumerate()} - {threading.current_thread()}, threading.enumerate
+    monkeypatch.setattr(threading, "enumerate", lambda: [each for each in enumerate_all() if each not in before])
+    monkeypatch.setattr("lt_runtime.ops.call._Allowance.is_left", lambda _: True)
+    monkeypatch.setattr(cache, "repeats", {})
+    sizes = [*range(64, 6400, 64)]  # batches of other sizes, for which the loader's thread allocates memory each time
+    loader = torch.utils.data.DataLoader(
+        [torch.full((size, 16), float(size)) for size in sizes], batch_size=None, num_workers=1, pin_memory=True
+    )
+    x, w = torch.ones(64, 32, device="cuda"), torch.ones(32, 32, device="cuda")
+    for size, batch in zip(sizes, loader, strict=True):
+        made = [ltt.functional.linear(x, w * (1 + i % 5)) for i in range(25)]  # captures other calls for each batch
+        assert batch.is_pinned()
+        assert float(batch.cuda().double().sum()) == 16 * size * size
+        assert all(bool((y == 32 * (1 + i % 5)).all()) for i, y in enumerate(made))
+    assert any(map(bool, cache.repeats.values()))
