@@ -77,8 +77,8 @@ KNOWN_BAD: Final[tuple[tuple[Callable[[Candidate], bool], str], ...]] = (
         lambda c: c.n == 1 and c.epilogue in (Epilogue.BGRADA, Epilogue.BGRADB),
         "illegal memory access in the sum of an operand with one column",
     ),
-    # Unwritten sums where M is 1: seen by this package's maintainers on an H200 (cuBLASLt 13.1.0), in FP16 with N = 2
-    # and K = 384. No version without the fault is known.
+    # Unwritten sums where M is 1: seen by this package's maintainers on an H200 (cuBLASLt 13.1.0) with algorithm 13, in
+    # FP16, for each N from 2 to 64 and K from 256 to 1024 that was tried. No version without the fault is known.
     (
         lambda c: c.m == 1 and c.epilogue in (Epilogue.BGRADA, Epilogue.BGRADB),
         "leaves sums of an operand unwritten where the product has one row",
