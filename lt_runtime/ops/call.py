@@ -319,6 +319,7 @@ def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, st
 
     Returns False, without running the call, if operands overlap.
     """
+    # A graph of the call would hold these constants, so that calls are the same only if they have equal ones.
     call, constants = None, scalars if prepared.operation.is_scaled else None
     if prepared.request.dropouts is not None:
         call = prepared.operation.call(prepared, addresses, scalars, stream)

@@ -24,6 +24,7 @@ from lt_runtime.ops import call, first_use
 from lt_runtime.torch import linear, operators
 from lt_runtime.torch.functional import linear_layers
 from lt_runtime.torch.operators import SecondDerivativeError
+from tests.support.threads import hide_other_threads
 
 ACTIVATIONS = {
     "none": lambda z: z,
@@ -312,12 +313,6 @@ def test_a_thread_of_autograd_measures_what_was_within_tuning_in_forward(
         each.join()
     assert found == [True, False, False]
     assert not first_use.is_tuning()
-
-
-def hide_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides the threads that earlier tests have left from the package."""
-    before, enumerate_all = {*threading.enumerate()} - {threading.current_thread()}, threading.enumerate
-    monkeypatch.setattr(threading, "enumerate", lambda: [each for each in enumerate_all() if each not in before])
 
 
 def test_calls_beside_a_loader_with_workers_may_become_graphs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ torch = pytest.importorskip("torch")
 import lt_runtime as lt
 import lt_runtime.torch as ltt
 from lt_runtime.plans import cache
+from tests.support.threads import hide_other_threads
 
 pytestmark = pytest.mark.gpu
 
@@ -50,9 +50,7 @@ def test_a_captured_step_takes_a_loader_s_batches_by_prefetch_and_without() -> N
 
 
 def test_calls_become_graphs_beside_a_loader_whose_threads_pin_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Threads that earlier tests have left are hidden.
-    before, enumerate_all = {*threading.enumerate()} - {threading.current_thread()}, threading.enumerate
-    monkeypatch.setattr(threading, "enumerate", lambda: [each for each in enumerate_all() if each not in before])
+    hide_other_threads(monkeypatch)
     monkeypatch.setattr("lt_runtime.ops.call._Allowance.is_left", lambda _: True)
     monkeypatch.setattr(cache, "repeats", {})
     sizes = [*range(64, 6400, 64)]  # batches of other sizes, for which the loader's thread allocates memory each time
@@ -61,7 +59,8 @@ def test_calls_become_graphs_beside_a_loader_whose_threads_pin_memory(monkeypatc
     )
     x, w = torch.ones(64, 32, device="cuda"), torch.ones(32, 32, device="cuda")
     for size, batch in zip(sizes, loader, strict=True):
-        made = [ltt.functional.linear(x, w * (1 + i % 5)) for i in range(25)]  # captures other calls for each batch
+        # Calls are captured at their third repetition, while the loader's thread pins the next batches.
+        made = [ltt.functional.linear(x, w * (1 + i % 5)) for i in range(25)]
         assert batch.is_pinned()
         assert float(batch.cuda().double().sum()) == 16 * size * size
         assert all(bool((y == 32 * (1 + i % 5)).all()) for i, y in enumerate(made))
