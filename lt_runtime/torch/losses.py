@@ -1,9 +1,10 @@
-"""Softmax cross-entropy for PyTorch: of logits, and of a linear layer whose logits are computed in chunks of rows."""
+"""Softmax cross-entropy for PyTorch: of logits, and of a linear layer whose logits are computed in chunks."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -24,6 +25,9 @@ _CALLERS: Final = {"labels": "target", "class_weights": "weight"}
 _CHUNK_BYTES: Final = 1 << 28
 _CHUNK_ROWS: Final = 128
 """The number of rows of a chunk of logits is a multiple of 128, the height of cuBLASLt's tiles."""
+_CHUNK_CLASSES: Final = 3072
+_BLOCK_ROWS: Final = 512
+"""Rows of a chunk of classes whose gradient is in FP32 at a time."""
 
 
 class CrossEntropy(Operator):
@@ -74,11 +78,11 @@ class CrossEntropy(Operator):
 
 
 class LinearCrossEntropy(Operator):
-    """Mean cross-entropy of logits x · weightᵀ + bias (M, N), computed in chunks of rows together with its gradients.
+    """Mean cross-entropy of logits x · weightᵀ + bias (M, N), computed in chunks together with its gradients.
 
-    The option `chunk` is the number of rows; 0 is the default size. The outputs besides the loss are the gradients of
-    x, weight and bias, unscaled; a gradient that the option `wanted` leaves out is empty. Gradients of FP16 operands
-    are FP32, because they could underflow before backward multiplies them by the loss scale.
+    The option `chunk` is the number of rows; 0 is the default, which may be chunks of classes. The outputs besides the
+    loss are the gradients of x, weight and bias, unscaled; a gradient that the option `wanted` leaves out is empty.
+    Gradients of FP16 operands are FP32, because they could underflow before backward multiplies them by the loss scale.
     """
 
     name = "linear_cross_entropy"
@@ -101,41 +105,23 @@ class LinearCrossEntropy(Operator):
         """See `Operator`."""
         x, weight, bias, labels = operands
         ignore_index, smoothing, chunk, is_half, wanted, _ = options
-        rows, classes, exact = len(x), len(weight), _loss_type(x)
         kept = labels != ignore_index
-        count, labels = kept.sum(), torch.where(kept, labels, 0)
+        count, exact = kept.sum(), _loss_type(x)
         divisor = count.clamp(min=1).to(exact)
         # In FP16 the logits' gradients would underflow if they were divided by the count of labels here: the gradients
         # of x, weight and bias are divided afterwards.
         weights, after = kept.to(exact) / (1 if is_half else divisor), divisor if is_half else 1
-        chunk = chunk or _rows_of_chunk(rows, classes, x)
-        if weight.is_contiguous():  # a transposed weight is not padded, so that its gradient has its layout
-            weight, bias = whole_rows(weight), whole_rows(bias)
-        losses = x.new_zeros(-(-rows // chunk), dtype=exact)
         dtype = exact if is_half else x.dtype
-        summed = exact if len(losses) > 1 else dtype  # the type of dw and db, which are summed over chunks of rows
-        empty = torch.empty_like if rows else torch.zeros_like
-        dx, dw, db = [
-            empty(each, dtype=kind) if want else x.new_empty(0, dtype=kind)
-            for each, want, kind in zip((x, weight, bias), wanted, (dtype, summed, summed), strict=True)
-        ]
-        logits = x.new_empty((min(chunk, rows), columns_of(classes)))[:, : len(weight)]
-        for i, start in enumerate(range(0, rows, chunk)):
-            part, z = slice(start, start + chunk), logits[: rows - start]
-            linear(*placed((x[part], weight, bias)), compute=compute_of(x.dtype), out=placed([z])[0])
-            # `lt.cross_entropy` divides by the number of rows that it gets.
-            own, of, loss, factors = placed((z[:, :classes], labels[part], losses[i], weights[part] * len(z)))
-            more: Any = {"label_smoothing": smoothing, "row_weights": factors, "out_loss": loss}
-            loss_of(own, of, ignore_index=None, out_gradient=own, **more)
-            if wanted[0]:
-                _multiply(z, weight, dx[part])
-            if wanted[1]:
-                _multiply(z.t(), x[part], dw, adds=i > 0)
-            if wanted[2]:
-                db = z.sum(0, dtype=summed) + (db if i else 0)
-        z = own = logits = None  # frees the chunk's logits before the rounded gradients are allocated
-        made = [each.div_(after) if is_half else each.to(dtype) for each in (dx, dw[:classes], db[:classes])]
-        return [torch.where(count > 0, losses.sum() / after, math.nan), *made]
+        # A transposed weight is not padded, so that its gradient has its layout.
+        w, b = map(whole_rows, (weight, bias)) if weight.is_contiguous() else (weight, bias)
+        head = _Head(x, w, b, torch.where(kept, labels, 0), weights, smoothing, len(weight), wanted, dtype)
+        largest = min(len(x) * x.itemsize, 4 * x.shape[1]) * len(weight)  # bytes of logits, or of FP32 sums for weight
+        by_classes = not chunk and wanted[1] and largest > _CHUNK_BYTES
+        loss, *sums = head.by_classes() if by_classes else head.by_rows(chunk or _rows_of_chunk(x, len(weight)))
+        del head, w, b, kept, weights  # before the rounded gradients are allocated
+        dx, dw, db = sums
+        made = [each.div_(after) if is_half else each.to(dtype) for each in (dx, dw[: len(weight)], db[: len(weight)])]
+        return [torch.where(count > 0, loss / after, math.nan), *made]
 
     def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """See `Operator`."""
@@ -155,6 +141,126 @@ class LinearCrossEntropy(Operator):
         for each, unscaled in zip(made[:3], saved, strict=True):
             if each is not None:
                 torch.mul(unscaled, dys[0].reshape(1), out=each)  # PyTorch would round a factor of shape () to 16 bits
+
+
+class _Head(NamedTuple):
+    """A linear layer and the cross-entropy of its logits.
+
+    Attributes:
+        x, weight, bias: the layer's operands; weight and bias may have rows of zeros after those of the classes.
+        labels: classes, one for each row.
+        row_weights: factors of the rows' losses, FP32 (FP64 for FP64 operands).
+        smoothing: of the labels.
+        classes: the number of classes.
+        wanted: whether the gradients of x, weight and bias are.
+        dtype: of the gradients.
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor
+    labels: Tensor
+    row_weights: Tensor
+    smoothing: float
+    classes: int
+    wanted: tuple[bool, bool, bool]
+    dtype: Any
+
+    def by_rows(self, chunk: int) -> list[Tensor]:
+        """The weighted sum of the losses, and the gradients that are wanted, in chunks of `chunk` rows.
+
+        With more than one chunk the gradients of weight and bias are sums over the chunks, in FP32.
+        """
+        x, rows = self.x, len(self.x)
+        losses = x.new_zeros(-(-rows // chunk), dtype=self.row_weights.dtype)
+        dx, dw, db = made = self._gradients(of_x=self.dtype, of_weight=losses.dtype if len(losses) > 1 else self.dtype)
+        logits = x.new_empty((min(chunk, rows), columns_of(self.classes)))[:, : len(self.weight)]
+        for i, start in enumerate(range(0, rows, chunk)):
+            part, z = slice(start, start + chunk), logits[: rows - start]
+            self._layer(x[part], self.weight, self.bias, z)
+            # `lt.cross_entropy` divides by the number of rows that it gets.
+            arrays = z[:, : self.classes], self.labels[part], losses[i], self.row_weights[part] * len(z)
+            own, of, loss, factors = placed(arrays)
+            more: Any = {"label_smoothing": self.smoothing, "row_weights": factors, "out_loss": loss}
+            loss_of(own, of, ignore_index=None, out_gradient=own, **more)
+            if self.wanted[0]:
+                _multiply(z, self.weight, dx[part])
+            if self.wanted[1]:
+                _multiply(z.t(), x[part], dw, adds=i > 0)
+            if self.wanted[2]:
+                torch.add(z.sum(0, dtype=db.dtype), db if i else 0, out=db)
+        return [losses.sum(), *made]
+
+    def by_classes(self) -> list[Tensor]:
+        """As `by_rows`, in chunks of classes: no gradient of weight or bias is a sum over chunks, but that of x is.
+
+        This takes less memory if rows are few and the weight is large. But it computes each logit twice, because the
+        gradient of a row's first logit depends on its last one.
+        """
+        of_all, target = self._log_sums()
+        loss = ((of_all - target) * self.row_weights).sum()
+        dx, dw, db = made = self._gradients(of_x=loss.dtype, of_weight=self.dtype)
+        shift = (of_all - self.row_weights.log())[:, None]  # exp(z - shift) is the softmax times the row's weight
+        spread = (self.row_weights * (self.smoothing / self.classes))[:, None]
+        for part, z, own in self._chunks():
+            at, is_here = self._labels_in(part)
+            at_label = torch.where(is_here, (self.smoothing - 1) * self.row_weights, 0)[:, None]
+            for start in range(0, len(z), _BLOCK_ROWS):
+                rows = slice(start, start + _BLOCK_ROWS)
+                gradient = (own[rows] - shift[rows]).exp_().scatter_add_(1, at[rows], at_label[rows])
+                own[rows] = gradient.sub_(spread[rows]) if self.smoothing else gradient
+            if self.wanted[0]:
+                _multiply(z, self.weight[part], dx, adds=part.start > 0)
+            if self.wanted[1]:
+                _multiply(z.t(), self.x, dw[part])
+            if self.wanted[2]:
+                db[part] = z.sum(0, dtype=loss.dtype)
+        return [loss, *made]
+
+    def _log_sums(self) -> tuple[Tensor, Tensor]:
+        """The logarithm of each row's sum of exponentials, and its mean logit under the smoothed label."""
+        is_wrong = (self.labels < 0) | (self.labels >= self.classes)
+        if not self.x.is_cuda and is_wrong.any():
+            raise ArgumentError(f"labels holds {self.labels[is_wrong][0]}; accepted are 0 to {self.classes - 1}")
+        of_all = torch.full_like(self.row_weights, -math.inf)
+        target = torch.where(is_wrong, math.nan, torch.zeros_like(of_all))
+        for part, _, own in self._chunks():
+            top = own.amax(1).to(of_all.dtype)
+            above = torch.log_softmax(own, 1, dtype=of_all.dtype).amax(1)  # top minus the part's logarithm
+            of_all = torch.logaddexp(of_all, torch.where(top == -math.inf, top, top - above))
+            at, is_here = self._labels_in(part)
+            target += torch.where(is_here, (1 - self.smoothing) * own.gather(1, at)[:, 0], 0)
+            if self.smoothing:
+                target += own.sum(1, dtype=of_all.dtype) * (self.smoothing / self.classes)
+        return of_all, target
+
+    def _chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Computes the logits of one chunk of classes after another, all in the same memory.
+
+        Yields:
+            The chunk's rows of weight; the logits, with zeros for rows of weight that are no class; those of classes.
+        """
+        memory = self.x.new_empty((len(self.x), min(_CHUNK_CLASSES, len(self.weight))))
+        for start in range(0, len(self.weight), _CHUNK_CLASSES):
+            part = slice(start, min(start + _CHUNK_CLASSES, len(self.weight)))
+            z = memory[:, : part.stop - start]
+            self._layer(self.x, self.weight[part], None if self.bias is None else self.bias[part], z)
+            yield part, z, z[:, : self.classes - start]
+
+    def _labels_in(self, part: slice) -> tuple[Tensor, Tensor]:
+        """The labels' columns in a chunk of classes, (M, 1), and whether they lie in it; for others, any column."""
+        stop = min(part.stop, self.classes)
+        is_here = (self.labels >= part.start) & (self.labels < stop)
+        return (self.labels.clamp(part.start, stop - 1) - part.start).long()[:, None], is_here
+
+    def _layer(self, x: Tensor, weight: Tensor, bias: Tensor, logits: Tensor) -> None:
+        linear(*placed((x, weight, bias)), compute=compute_of(x.dtype), out=placed([logits])[0])
+
+    def _gradients(self, of_x: Any, of_weight: Any) -> list[Tensor]:
+        """Memory for the gradients of x, weight and bias; an empty tensor for one that is not wanted."""
+        empty = torch.empty_like if len(self.x) else torch.zeros_like
+        operands = zip(self[:3], self.wanted, (of_x, of_weight, of_weight), strict=True)
+        return [empty(each, dtype=of) if want else self.x.new_empty(0, dtype=of) for each, want, of in operands]
 
 
 _CROSS_ENTROPY: Final = CrossEntropy()
@@ -224,10 +330,13 @@ def linear_cross_entropy(
     shift: bool = False,
     chunk: int | None = None,
 ) -> Tensor:
-    """Cross-entropy of the logits x · weightᵀ + bias, which are made and consumed in chunks of rows.
+    """Cross-entropy of the logits x · weightᵀ + bias, which are made and consumed in chunks.
 
-    The gradients are computed with the loss, so that each logit is computed once and backward only scales them. The
-    gradients of weight and bias are added up over the chunks in FP32. A weight that is shared with an embedding gets
+    The gradients are computed with the loss, so that backward only scales them. Chunks are of rows, and the gradients
+    of weight and bias are added up over them in FP32. Where these sums and all logits would each take more than
+    256 MiB, chunks are of 3,072 classes instead, and the gradient of x is added up in FP32. This takes less memory but
+    a third more arithmetic, because each logit is computed twice; `chunk=len(labels)` is faster and takes all logits'
+    memory. A weight that is shared with an embedding gets
     both gradients, as usual. Under `torch.autocast` operands are cast as for `torch.nn.functional.linear`.
 
     Args:
@@ -237,7 +346,7 @@ def linear_cross_entropy(
         ignore_index, reduction, label_smoothing: as for `cross_entropy`.
         shift: whether row i is to predict label i + 1, as in causal language models; the last row is left out. Row i
             is then index i of the last axis of x but one.
-        chunk: rows whose logits lie in memory at a time; None for as many as take 256 MiB or the memory of weight.
+        chunk: rows whose logits lie in memory at a time; None for as many as take 256 MiB, or for chunks of classes.
 
     Returns:
         The loss, shape (), FP32 (float64 for float64).
@@ -301,11 +410,11 @@ def _sum_of_mean(mean: Tensor, divisor: Tensor) -> Tensor:
     return torch.where(divisor == 0, 0.0, mean * divisor)
 
 
-def _rows_of_chunk(rows: int, classes: int, x: Tensor) -> int:
+def _rows_of_chunk(x: Tensor, classes: int) -> int:
     """The number of rows in a chunk: chunks are equal, and as large as allowed, because each reads the whole weight."""
-    most: int = max(_CHUNK_BYTES // max(1, classes * x.itemsize), x.shape[1], _CHUNK_ROWS)
-    chunks = max(1, -(-rows // most))
-    return max(1, -(-rows // (chunks * _CHUNK_ROWS))) * _CHUNK_ROWS
+    most: int = max(_CHUNK_BYTES // max(1, classes * x.itemsize), _CHUNK_ROWS)
+    chunks = max(1, -(-len(x) // most))
+    return max(1, -(-len(x) // (chunks * _CHUNK_ROWS))) * _CHUNK_ROWS
 
 
 def _multiply(a: Tensor, b: Tensor, out: Tensor, *, adds: bool = False) -> None:

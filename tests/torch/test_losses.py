@@ -57,6 +57,13 @@ def widened(given: list[Any]) -> list[Any]:
     return [each.detach().double().requires_grad_() for each in given]
 
 
+@pytest.fixture
+def of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small operands are computed as large ones are: in chunks of classes, with a gradient in blocks of rows."""
+    for name, value in {"_CHUNK_BYTES": 0, "_CHUNK_CLASSES": 8, "_BLOCK_ROWS": 5}.items():
+        monkeypatch.setattr(losses, name, value)
+
+
 def check(found: Any, wanted: Any, ours: list[Any], theirs: list[Any], scale: float = 1.0) -> None:
     """Compares losses, and gradients of a loss that is multiplied by `scale` first, with those in float64."""
     found_grads = torch.autograd.grad(found * scale, ours)
@@ -126,12 +133,14 @@ def test_the_gradient_is_written_in_backward_only(path: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("chunk", [None, 4, 1])
+@pytest.mark.parametrize("chunk", [None, 4, 1, "classes"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "ignore_index": 2, "reduction": "sum"}])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear_cross_entropy_is_a_layer_and_its_loss(
-    path: str, options: dict[str, Any], has_bias: bool, chunk: int | None, dtype: Any
+    path: str, options: dict[str, Any], has_bias: bool, chunk: Any, dtype: Any, request: pytest.FixtureRequest
 ) -> None:
+    if chunk == "classes":
+        chunk = request.getfixturevalue("of_classes")
     if path == "GPU" and dtype is torch.float64:
         pytest.skip("the package has no float64 on a GPU")
     x, weight, *bias = ours = leaves((3, 4, 6), (11, 6), *[(11,)] * has_bias, dtype=dtype)
@@ -142,14 +151,16 @@ def test_linear_cross_entropy_is_a_layer_and_its_loss(
     check(found, F.cross_entropy(logits, labels.flatten().long(), **options), ours, theirs, 2**10)
 
 
-@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (0, 1, 2)])
-def test_frozen_operands_get_no_gradients(path: str, frozen: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (0, 1), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("chunk", [3, None])
+@pytest.mark.usefixtures("of_classes")
+def test_frozen_operands_get_no_gradients(path: str, frozen: tuple[int, ...], chunk: int | None) -> None:
     ours = leaves((8, 6), (11, 6), (11,), dtype=torch.float32)
     for i in frozen:
         ours[i].requires_grad_(False)
     theirs = [each.detach().clone().requires_grad_(each.requires_grad) for each in ours]
     labels = labels_for((8,), 11)
-    found = linear_cross_entropy(*ours[:2], labels, ours[2], chunk=3)
+    found = linear_cross_entropy(*ours[:2], labels, ours[2], chunk=chunk)
     wanted = F.cross_entropy(F.linear(*theirs), labels)
     torch.testing.assert_close(found, wanted)
     assert found.requires_grad is wanted.requires_grad
@@ -169,16 +180,19 @@ def test_a_causal_model_with_tied_weights_is_pytorchs(path: str) -> None:
     check(found, F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()), ours, theirs)
 
 
-def test_a_weight_that_is_stored_transposed_keeps_its_layout(path: str) -> None:
+@pytest.mark.parametrize("chunk", [4, None])
+@pytest.mark.usefixtures("of_classes")
+def test_a_weight_that_is_stored_transposed_keeps_its_layout(path: str, chunk: int | None) -> None:
     x, stored = ours = leaves((8, 6), (6, 11), dtype=torch.float32)
     wide, exact = theirs = widened(ours)
     labels = labels_for((8,), 11)
-    found = linear_cross_entropy(x, stored.t(), labels, chunk=4)
+    found = linear_cross_entropy(x, stored.t(), labels, chunk=chunk)
     check(found, F.cross_entropy(wide @ exact, labels), ours, theirs)
 
 
-@pytest.mark.parametrize("chunk", [8, 64])
-def test_16_bit_gradients_are_no_farther_from_float64_than_pytorchs(chunk: int) -> None:
+@pytest.mark.parametrize("chunk", [8, 64, None])
+@pytest.mark.usefixtures("of_classes")
+def test_16_bit_gradients_are_no_farther_from_float64_than_pytorchs(chunk: int | None) -> None:
     ours = leaves((64, 32), (200, 32), dtype=torch.bfloat16)
     exact, labels = widened(ours), labels_for((64,), 200)
     wanted = torch.autograd.grad(F.cross_entropy(F.linear(*exact), labels) / 3, exact)
@@ -199,6 +213,31 @@ def test_nothing_but_ignored_labels_is_as_in_pytorch(path: str, reduction: str) 
         value = float(loss.detach())
         assert math.isnan(value) if reduction == "mean" else value == 0
         assert not torch.autograd.grad(loss, weight)[0].any()
+
+
+@pytest.mark.usefixtures("of_classes")
+def test_chunks_of_classes_without_a_finite_logit_count_as_nothing(path: str) -> None:
+    x, weight = ours = leaves((8, 6), (20, 6), dtype=torch.float32)
+    bias, labels = torch.zeros(20), torch.arange(8) % 8
+    bias[8:16] = -math.inf
+    theirs = widened(ours)
+    wanted = F.cross_entropy(F.linear(*theirs, bias.double()), labels)
+    check(linear_cross_entropy(x, weight, labels, bias), wanted, ours, theirs)
+
+
+@pytest.mark.usefixtures("of_classes")
+def test_a_large_weight_takes_memory_for_a_chunk_of_classes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest, original = list[int](), losses.linear
+
+    def linear(*operands: Any, **more: Any) -> Any:
+        largest.append(more["out"].shape[1])
+        return original(*operands, **more)
+
+    monkeypatch.setattr(losses, "linear", linear)
+    x, weight = leaves((8, 6), (11, 6), dtype=torch.float32)
+    loss = linear_cross_entropy(x, weight, labels_for((8,), 11))
+    assert largest == [8] * 4  # 11 classes and 5 of zeros, for the losses and once more for the gradients
+    assert [each.dtype for each in torch.autograd.grad(loss, (x, weight))] == [torch.float32] * 2
 
 
 def both(x: Any, weight: Any, bias: Any, labels: Any) -> Any:
@@ -327,6 +366,17 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 def test_bad_input_is_refused_by_name(run: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run()
+
+
+@pytest.mark.usefixtures("of_classes")
+def test_a_label_that_is_no_class_is_refused_or_makes_the_loss_nan(path: str) -> None:
+    x, weight = leaves((8, 6), (11, 6), dtype=torch.float32)
+    labels = torch.arange(8) + 4
+    if path == "CPU":
+        with pytest.raises(ArgumentError, match="labels holds 11; accepted are 0 to 10"):
+            linear_cross_entropy(x, weight, labels)
+    else:
+        assert math.isnan(float(linear_cross_entropy(x, weight, labels).detach()))
 
 
 def test_no_rows_are_no_loss(path: str) -> None:

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: N812
 
 from lt_runtime.errors import CaptureError
-from lt_runtime.torch import AdamW, cross_entropy, linear_cross_entropy
+from lt_runtime.torch import AdamW, cross_entropy, linear_cross_entropy, losses
 
 pytestmark = pytest.mark.gpu
 
@@ -155,11 +155,15 @@ def test_a_first_step_in_a_capture_is_refused_and_the_optimizer_goes_on() -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("classes", "chunk"), [(1024, None), (1003, 128), (50257, 64)])
+@pytest.mark.parametrize(
+    ("classes", "chunk"), [(1024, None), (1003, 128), (50257, 64), (7003, "classes"), (50257, "classes")]
+)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_linear_cross_entropy_is_a_layer_and_its_loss(
-    dtype: Any, classes: int, chunk: int | None, has_bias: bool
+    dtype: Any, classes: int, chunk: Any, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if chunk == "classes":  # as for operands that are too large for a test
+        chunk = monkeypatch.setattr(losses, "_CHUNK_BYTES", 0)
     torch.manual_seed(2)
     x, weight, bias = torch.randn(3, 100, 64), torch.randn(classes, 64) / 8, torch.randn(classes)
     ours = [each.to(dtype).cuda().requires_grad_() for each in (x, weight, bias)][: 2 + has_bias]
