@@ -286,6 +286,7 @@ VARIANTS: Final = (
             **{name: [value] for name, value in row_macros(row_group, kept, weights, writes=writes)},
         )
     ),
+    *over("class_chunk.cu", SCALAR=SCALAR.values()),
     *over("elementwise_loss.cu", SCALAR=SCALAR.values(), LOSS=LOSSES.values(), WEIGHTED="01"),
     *(
         Variant("summed_loss.cu", summed_loss_macros(dtype, loss, access))

@@ -10,6 +10,7 @@ import torch
 
 from lt_runtime.arguments import flag, integer, number, shown
 from lt_runtime.errors import ArgumentError, DeviceError, DTypeError, ShapeError
+from lt_runtime.ops.class_chunk import SmoothedLabels, add_chunk, chunk_gradient
 from lt_runtime.ops.linear import linear
 from lt_runtime.ops.losses import cross_entropy as loss_of
 from lt_runtime.ops.matmul import matmul
@@ -26,8 +27,6 @@ _CHUNK_BYTES: Final = 1 << 28
 _CHUNK_ROWS: Final = 128
 """The number of rows of a chunk of logits is a multiple of 128, the height of cuBLASLt's tiles."""
 _CHUNK_CLASSES: Final = 3072
-_BLOCK_ROWS: Final = 512
-"""Rows of a chunk of classes whose gradient is in FP32 at a time."""
 
 
 class CrossEntropy(Operator):
@@ -197,18 +196,19 @@ class _Head(NamedTuple):
         This takes less memory if rows are few and the weight is large. But it computes each logit twice, because the
         gradient of a row's first logit depends on its last one.
         """
-        of_all, target = self._log_sums()
-        loss = ((of_all - target) * self.row_weights).sum()
+        is_wrong = (self.labels < 0) | (self.labels >= self.classes)
+        if not self.x.is_cuda and is_wrong.any():
+            raise ArgumentError(f"labels holds {self.labels[is_wrong][0]}; accepted are 0 to {self.classes - 1}")
+        log_sums = torch.full_like(self.row_weights, -math.inf)
+        targets = torch.where(is_wrong, math.nan, torch.zeros_like(log_sums))
+        labels, sums, means, weights = placed((self.labels, log_sums, targets, self.row_weights))
+        of = SmoothedLabels(self.classes, self.smoothing)
+        for part, _, own in self._chunks():
+            add_chunk(placed([own])[0], labels, sums, means, first=part.start, of=of)
+        loss = ((log_sums - targets) * self.row_weights).sum()
         dx, dw, db = made = self._gradients(of_x=loss.dtype, of_weight=self.dtype)
-        shift = (of_all - self.row_weights.log())[:, None]  # exp(z - shift) is the softmax times the row's weight
-        spread = (self.row_weights * (self.smoothing / self.classes))[:, None]
         for part, z, own in self._chunks():
-            at, is_here = self._labels_in(part)
-            at_label = torch.where(is_here, (self.smoothing - 1) * self.row_weights, 0)[:, None]
-            for start in range(0, len(z), _BLOCK_ROWS):
-                rows = slice(start, start + _BLOCK_ROWS)
-                gradient = (own[rows] - shift[rows]).exp_().scatter_add_(1, at[rows], at_label[rows])
-                own[rows] = gradient.sub_(spread[rows]) if self.smoothing else gradient
+            chunk_gradient(placed([own])[0], labels, sums, weights, first=part.start, of=of)
             if self.wanted[0]:
                 _multiply(z, self.weight[part], dx, adds=part.start > 0)
             if self.wanted[1]:
@@ -216,23 +216,6 @@ class _Head(NamedTuple):
             if self.wanted[2]:
                 db[part] = z.sum(0, dtype=loss.dtype)
         return [loss, *made]
-
-    def _log_sums(self) -> tuple[Tensor, Tensor]:
-        """The logarithm of each row's sum of exponentials, and its mean logit under the smoothed label."""
-        is_wrong = (self.labels < 0) | (self.labels >= self.classes)
-        if not self.x.is_cuda and is_wrong.any():
-            raise ArgumentError(f"labels holds {self.labels[is_wrong][0]}; accepted are 0 to {self.classes - 1}")
-        of_all = torch.full_like(self.row_weights, -math.inf)
-        target = torch.where(is_wrong, math.nan, torch.zeros_like(of_all))
-        for part, _, own in self._chunks():
-            top = own.amax(1).to(of_all.dtype)
-            above = torch.log_softmax(own, 1, dtype=of_all.dtype).amax(1)  # top minus the part's logarithm
-            of_all = torch.logaddexp(of_all, torch.where(top == -math.inf, top, top - above))
-            at, is_here = self._labels_in(part)
-            target += torch.where(is_here, (1 - self.smoothing) * own.gather(1, at)[:, 0], 0)
-            if self.smoothing:
-                target += own.sum(1, dtype=of_all.dtype) * (self.smoothing / self.classes)
-        return of_all, target
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Computes the logits of one chunk of classes after another, all in the same memory.
@@ -246,12 +229,6 @@ class _Head(NamedTuple):
             z = memory[:, : part.stop - start]
             self._layer(self.x, self.weight[part], None if self.bias is None else self.bias[part], z)
             yield part, z, z[:, : self.classes - start]
-
-    def _labels_in(self, part: slice) -> tuple[Tensor, Tensor]:
-        """The labels' columns in a chunk of classes, (M, 1), and whether they lie in it; for others, any column."""
-        stop = min(part.stop, self.classes)
-        is_here = (self.labels >= part.start) & (self.labels < stop)
-        return (self.labels.clamp(part.start, stop - 1) - part.start).long()[:, None], is_here
 
     def _layer(self, x: Tensor, weight: Tensor, bias: Tensor, logits: Tensor) -> None:
         linear(*placed((x, weight, bias)), compute=compute_of(x.dtype), out=placed([logits])[0])

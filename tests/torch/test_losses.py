@@ -33,7 +33,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
         )
 
     if request.param == "GPU":
-        for name in ("linear", "loss_of", "matmul"):
+        for name in ("linear", "loss_of", "matmul", "add_chunk", "chunk_gradient"):
             monkeypatch.setattr(losses, name, over_numpy(getattr(losses, name)))
         monkeypatch.setattr(torch.Tensor, "is_cuda", True)
         # The current GPU is -1, the number that `Tensor.get_device` returns for tensors on the CPU.
@@ -59,8 +59,8 @@ def widened(given: list[Any]) -> list[Any]:
 
 @pytest.fixture
 def of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small operands are computed as large ones are: in chunks of classes, with a gradient in blocks of rows."""
-    for name, value in {"_CHUNK_BYTES": 0, "_CHUNK_CLASSES": 8, "_BLOCK_ROWS": 5}.items():
+    """Small operands are computed as large ones are: in chunks of classes."""
+    for name, value in {"_CHUNK_BYTES": 0, "_CHUNK_CLASSES": 8}.items():
         monkeypatch.setattr(losses, name, value)
 
 
