@@ -202,12 +202,12 @@ class _Head(NamedTuple):
         log_sums = torch.full_like(self.row_weights, -math.inf)
         targets = torch.where(is_wrong, math.nan, torch.zeros_like(log_sums))
         labels, sums, means, weights = placed((self.labels, log_sums, targets, self.row_weights))
-        of = SmoothedLabels(self.classes, self.smoothing)
-        for part, _, own in self._chunks():
+        of, memory = SmoothedLabels(self.classes, self.smoothing), self.x.new_empty((len(self.x), _CHUNK_CLASSES))
+        for part, _, own in self._chunks(memory):
             add_chunk(placed([own])[0], labels, sums, means, first=part.start, of=of)
         loss = ((log_sums - targets) * self.row_weights).sum()
         dx, dw, db = made = self._gradients(of_x=loss.dtype, of_weight=self.dtype)
-        for part, z, own in self._chunks():
+        for part, z, own in self._chunks(memory):
             chunk_gradient(placed([own])[0], labels, sums, weights, first=part.start, of=of)
             if self.wanted[0]:
                 _multiply(z, self.weight[part], dx, adds=part.start > 0)
@@ -217,13 +217,12 @@ class _Head(NamedTuple):
                 db[part] = z.sum(0, dtype=loss.dtype)
         return [loss, *made]
 
-    def _chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Computes the logits of one chunk of classes after another, all in the same memory.
+    def _chunks(self, memory: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Computes the logits of one chunk of classes after another, all in `memory`, (M, `_CHUNK_CLASSES`).
 
         Yields:
             The chunk's rows of weight; the logits, with zeros for rows of weight that are no class; those of classes.
         """
-        memory = self.x.new_empty((len(self.x), min(_CHUNK_CLASSES, len(self.weight))))
         for start in range(0, len(self.weight), _CHUNK_CLASSES):
             part = slice(start, min(start + _CHUNK_CLASSES, len(self.weight)))
             z = memory[:, : part.stop - start]
