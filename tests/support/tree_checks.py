@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,7 @@ def _trained(
         loss = step(xs[0] if len(xs) == 1 else tuple(xs), target)
         found += [_values(gpu, each) for each in (loss, *(each.grad for each in parameters))]
         del xs, target, loss
+        gc.collect()  # frees earlier models, which hold references to themselves
         used.add(memory() if memory else 0)
     assert len(used) == 1, "a step holds arrays"
     return [*found, *(_values(gpu, each.data) for each in parameters)]
