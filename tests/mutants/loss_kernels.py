@@ -9,6 +9,7 @@ from tests.mutants.fault import Table
 _LOSS: Final = "tests/host_kernels/test_loss.py"
 _SUMMED: Final = "tests/cpu/test_fake_gpu_summed_loss.py"
 _TALLY: Final = "tests/host_kernels/test_tally.py"
+_CHUNKS: Final = "tests/host_kernels/test_class_chunk.py::test_chunks_are_the_cross_entropy_of_all_classes"
 
 FAULTS: Final[Table] = {
     "cuda_src/losses.cuh": {
@@ -198,6 +199,23 @@ FAULTS: Final[Table] = {
             "(m.row_stride | cols) % 2 == 0",
             "(m.row_stride | 2 * cols) % 2 == 0",
             "tests/host_kernels/test_loss.py::test_few_classes[DType.FLOAT32]",
+        ),
+    },
+    "cuda_src/class_chunk.cu": {
+        "a chunk's labels are not counted from its first class": (
+            "const int64 label = label_at(p.labels, p.wide_labels, row) - p.first;",
+            "const int64 label = label_at(p.labels, p.wide_labels, row);",
+            f"{_CHUNKS}[DType.BFLOAT16]",
+        ),
+        "a chunk without a finite logit makes the sum NaN": (
+            "const float base = max == -CUDART_INF_F ? 0.0f : max;",
+            "const float base = max;",
+            f"{_CHUNKS}[DType.FLOAT32]",
+        ),
+        "the larger sum is added to itself": (
+            "log1pf(expf(low - high))",
+            "log1pf(expf(high - high))",
+            f"{_CHUNKS}[DType.FLOAT32]",
         ),
     },
     "cuda_src/instructions.cuh": {
