@@ -1,9 +1,9 @@
-// Softmax cross-entropy of logits of which only a chunk of the classes is in memory at a time. log_sums takes one chunk
-// after another into each row's logarithm of the sum of exponentials, and into the row's mean logit under the smoothed
-// label. chunk_gradient, launched once the logarithms are those of all classes, overwrites a chunk by its gradient.
+// Softmax cross-entropy that needs the logits of only one chunk of classes in memory. log_sums adds one chunk after
+// another to each row's logarithm of the sum of exponentials, and to the row's mean logit under the smoothed label.
+// chunk_gradient is launched when the logarithms cover all classes: it overwrites a chunk of logits with its gradient.
 //
-// A block computes a row at a time. Its threads read the row once for the maximum and, mostly from L1, once more for
-// the sum. Compiled for one SCALAR type.
+// A block computes a row at a time. In log_sums, its threads read the row once for the maximum and, mostly from L1,
+// once more for the sum. Compiled for one SCALAR type.
 
 #include <math_constants.h>
 
@@ -17,14 +17,14 @@ struct ClassChunkParams {
   Matrix logits;
   const void* labels;
   float* log_sums;           // read and written by log_sums; -infinity before the first chunk
-  float* targets;            // of log_sums: each row's mean logit under the label; null for chunk_gradient
-  const float* row_weights;  // of chunk_gradient: factors of the rows' gradients; null for log_sums
+  float* targets;            // each row's mean logit under the smoothed label, for log_sums; null for chunk_gradient
+  const float* row_weights;  // factors of the rows' gradients, for chunk_gradient; null for log_sums
   int64 rows;
-  int64 cols;   // of the chunk
+  int64 cols;   // columns of the chunk
   int64 first;  // the class of the chunk's first column
   int wide_labels;
-  float at_label;   // probability that the smoothed label adds to its class
-  float elsewhere;  // probability that it gives every class
+  float at_label;   // probability that the smoothed label gives to its own class, besides `elsewhere`
+  float elsewhere;  // probability that the smoothed label gives to every class
 };
 
 __device__ inline float max_over_block(float value, float* scratch) {
@@ -38,7 +38,7 @@ __device__ inline float max_over_block(float value, float* scratch) {
   return max;
 }
 
-// log(exp(a) + exp(b)); NaN if either is.
+// log(exp(a) + exp(b)); NaN if a or b is NaN.
 __device__ inline float log_add(float a, float b) {
   const float low = a > b ? b : a, high = a > b ? a : b;
   return low == -CUDART_INF_F ? high : high + log1pf(expf(low - high));
@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(256) chunk_gradient(const lt::Class
 #pragma unroll
       for (int i = 0; i < kOctet; ++i) {
         const float wanted = p.elsewhere + (col + i == label ? p.at_label : 0.0f);
-        // A row that weighs nothing has no gradient, even if its logits are NaN.
+        // The gradient of a row with weight 0 is 0, even if the row's logits are NaN.
         z.v[i] = weight == 0.0f ? 0.0f : weight * (exp2_approx((z.v[i] - log_sum) * kLog2E) - wanted);
       }
       store<SCALAR>(p.logits, row, col, count, z);

@@ -116,7 +116,8 @@ class Group(Fixed):
 
         Raises:
             OperandError: an array is on another device, read-only, or has gaps or a type that cannot be summed.
-            GroupError: shapes or types differ between processes. Those that have been compared are not compared again.
+            GroupError: shapes or types differ between processes. The processes compare each list of shapes and types
+                only once.
         """
         device = device_of("arrays[0]", first)
         operands = [read(f"arrays[{i}]", each, stream or 0) for i, each in enumerate((first, *others))]

@@ -69,7 +69,7 @@ class NcclEngine:
         self._core, self._bindings = nccl()
         self._device, self._is_alone = device, wire.size == 1
         self.closes_first: list[Callable[[], object]] = []
-        self._spare: list[Any] = []  # buffers for sums of a process alone; graphs may hold the address of any of them
+        self._spare: list[Any] = []  # outputs of sums in a group of one process; graphs may hold their addresses
         with activated(device):
             _check_places(wire, device)
             first = bytes(self._core.get_unique_id()) if wire.rank == 0 else b""

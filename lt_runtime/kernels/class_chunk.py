@@ -1,4 +1,4 @@
-"""class_chunk.cu: softmax cross-entropy of logits of which only a chunk of the classes is in memory at a time."""
+"""class_chunk.cu: softmax cross-entropy that needs the logits of only one chunk of classes in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ClassChunkPass:
         entry: `LOG_SUMS` or `CHUNK_GRADIENT`.
         wide: whether labels are int64 rather than int32.
         classes: the number of all classes.
-        smoothing: of the labels.
+        smoothing: label smoothing, from 0 (none) to 1.
     """
 
     scratch_bytes = 0
@@ -40,8 +40,9 @@ class ClassChunkPass:
         """Launches the pass on `memory.stream`; the caller must hold `memory.lock`.
 
         Args:
-            call: holds the addresses of logits, labels, log sums, targets and row weights, of which the kernel reads
-                one only, so that the other is 0; its first scalar is the class of the first column.
+            call: holds the addresses of logits, labels, log sums, targets and row weights. `LOG_SUMS` does not use row
+                weights, and `CHUNK_GRADIENT` does not use targets; the unused address is 0. The call's first scalar is
+                the class of the chunk's first column.
         """
         params, launch = self._launches[memory.stream]
         params.logits.data, params.labels, params.log_sums, params.targets, params.row_weights = call.addresses

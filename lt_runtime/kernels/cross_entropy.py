@@ -35,7 +35,7 @@ _BLOCK_ROW_THREADS: Final = 256
 _LONG_ROW_THREADS: Final = 512
 # A row of more bytes is long: an H200 multiprocessor's shared memory does not hold two such rows.
 _LONG_ROW: Final = 112 << 10
-# Target number of columns for each of the threads that share a row; they are at most a warp.
+# Target number of columns for each thread if a warp, or fewer threads, share a row.
 _COLUMNS_PER_LANE: Final = 16
 # Number of columns beyond which a whole block shares a row.
 _WARP_COLUMNS: Final = 2048

@@ -165,7 +165,10 @@ class BackwardPass:
 
 
 def _backward_blocks(dtype: DType, access: Access, dropout: bool) -> int:
-    """Launch bound of a backward pass, in blocks of a multiprocessor; with one more, 16-bit dropout spills."""
+    """Launch bound of a backward pass, in blocks of a multiprocessor.
+
+    It is one less for 16-bit dropout with `Access.FLAT`, which would otherwise spill registers.
+    """
     return _BACKWARD_BLOCKS[dtype] - (dropout and access is Access.FLAT and dtype is not DType.FLOAT32)
 
 

@@ -100,7 +100,8 @@ class CastPass:
         accumulate: bool = False,
     ) -> None:
         check_fp8(device)
-        # The kernel's fast path reads rows: a column-major matrix is read as its transpose, whose results swap.
+        # The kernel's fast path reads rows. So the kernel reads a column-major matrix as its row-major transpose, and
+        # `out` and `transposed` are exchanged.
         self._swaps = x.layout.order is Order.COLUMN and function == _IDENTITY
         if self._swaps:
             x, out, transposed = x.transposed, transposed, out

@@ -129,7 +129,7 @@ def _share_rows(problem: MatmulProblem, width: int, aligned: bool, device: int) 
 
 
 def _share_octets(problem: MatmulProblem, aligned: bool, device: int) -> _Geometry:
-    """Tiling of narrow_k without sums over rows: one thread for each octet of D, or for several rows' octets."""
+    """Tiling of narrow_k without sums over rows: a thread computes an octet of D in one row or in several rows."""
     octets = -(-problem.n // OCTET)
     many = aligned and problem.m * octets >= _SHARED_ROWS * wave_of(device, _BUSY_THREADS)
     rows = _SHARED_ROWS if many else 1

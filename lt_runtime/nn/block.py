@@ -151,7 +151,7 @@ class Block:
         return [*found.values()]
 
     def __repr__(self) -> str:
-        """A table of the blocks within, without containers, with the numbers of their own parameters."""
+        """A table of this block and the blocks inside it, except containers, with each block's number of parameters."""
         rows: list[tuple[str, ...]] = [("block", "kind", *_SHOWN, "parameters")]
         sizes, blocks = dict[int, int](), [*self.blocks()]
         for block in blocks:
@@ -199,7 +199,8 @@ class Block:
             x: as `forward` takes it; or a number of rows, for zeros of `inputs` columns.
 
         Raises:
-            ArgumentError: x is no positive number; or it is one, but the model does not say how many columns it takes.
+            ArgumentError: x is neither arrays nor a positive number of rows; or x is a number, but the model does not
+                say how many columns it takes.
         """
         device = self.device
         if not isinstance(x, tuple) and not hasattr(x, "shape"):

@@ -51,7 +51,7 @@ _seeds: Final = itertools.count()
 
 
 def seed_of(seed: int | None) -> int:
-    """Checks a block's seed, which must have 64 bits; for None returns the next of the process's sequence."""
+    """Returns a seed after checking that it fits into 64 bits; for None the next seed of the process's sequence."""
     return next(_seeds) if seed is None else Philox(seed).seed
 
 

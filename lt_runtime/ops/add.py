@@ -53,7 +53,7 @@ def add(a: Any, b: Any, *, out: Any = None, stream: Any = None) -> Any:
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        The sum, of the kind that `a` is.
+        The sum, an array of the library of `a` as in `linear_fwd`.
 
     Raises:
         ShapeError: `b` or `out` has another shape than `a`.

@@ -44,7 +44,7 @@ _UNTIL_RETRY: Final = 1000  # calls
 _CAPTURE_SHARE: Final = 0.03
 _MOST_CAPTURE_S: Final = 0.05
 _ONCE: Final = False
-"""Value in `cache.repeats` of a call that has been repeated with these arrays, but is not captured yet."""
+"""Value in `cache.repeats` of a call that has been repeated with the same arrays, but is not captured yet."""
 _QUIET_THREADS: Final = re.compile(
     "lt_runtime .*|InductorSubproc|subproc_worker_timer|tqdm_monitor|QueueFeederThread|.*\\(_pin_memory_loop\\)"
 )
@@ -506,7 +506,7 @@ def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:
 
 def _run_on_host(prepared: PreparedCall, arrays: Sequence[Any], scalars: Any) -> None:
     ranges.tell(prepared)
-    with np.errstate(all="ignore"):  # NumPy must not warn of overflow and NaN, as a GPU does not
+    with np.errstate(all="ignore"):  # without NumPy's warnings of overflow and NaN: a GPU gives none
         prepared.operation.on_host(prepared.request, arrays, scalars)
 
 

@@ -1,7 +1,7 @@
-"""Softmax cross-entropy of logits of which only a chunk of the classes is in memory at a time, for `lt_runtime.torch`.
+"""Softmax cross-entropy that needs the logits of only one chunk of classes in memory, for `lt_runtime.torch`.
 
-The caller first gives all chunks to `add_chunk`, then computes each chunk once more for `chunk_gradient`. It has made
-all arrays, so that their shapes and types are not checked.
+The caller first passes each chunk of logits to `add_chunk`. It then computes each chunk again, and passes it to
+`chunk_gradient`. Shapes and types are not checked, because `lt_runtime.torch` allocates all arrays itself.
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from lt_runtime.ops.call import PassOperation, PreparedCall, Request, perform
 
 
 class SmoothedLabels(NamedTuple):
-    """The number of all classes, and the label smoothing, which spreads this share of each label over them."""
+    """The number of all classes, and the label smoothing: the share of each label that is spread over all classes."""
 
     classes: int
     smoothing: float
 
 
 class ClassChunk(PassOperation):
-    """Base of both operations. Options are `SmoothedLabels`; the first scalar is the class of the first column."""
+    """Base of `LogSums` and `ChunkGradient`.
+
+    A call's options are a `SmoothedLabels`. The call's first scalar is the class of the chunk's first column.
+    """
 
     names = ("logits", "labels", "log_sums", "targets", "row_weights")
     required = 3
@@ -84,14 +87,14 @@ _CHUNK_GRADIENT: Final = ChunkGradient()
 
 
 def add_chunk(logits: Any, labels: Any, log_sums: Any, targets: Any, *, first: int, of: SmoothedLabels) -> None:
-    """Takes a chunk of logits (M, C) into sums over all classes.
+    """Adds a chunk of logits (M, C) to each row's sums over the classes, which are `log_sums` and `targets`.
 
     Args:
-        logits: float32, float16 or bfloat16, or on the host float64; its columns are the classes from `first` on.
-        labels: (M,), int32 or int64; a label outside the chunk has no logit in it.
+        logits: float32, float16 or bfloat16, or on the host float64; the columns are the classes from `first` on.
+        labels: (M,), int32 or int64; a label may be a class outside the chunk.
         log_sums: (M,), FP32 (FP64 for FP64 logits): logarithms of the sums of exponentials, -infinity before the first
             chunk.
-        targets: (M,), of the same type: mean logits under the smoothed labels, 0 before the first chunk.
+        targets: (M,), of the type of `log_sums`: mean logits under the smoothed labels, 0 before the first chunk.
     """
     perform(_LOG_SUMS, (logits, labels, log_sums, targets, None), of, (first, 0), None)
 
@@ -99,9 +102,11 @@ def add_chunk(logits: Any, labels: Any, log_sums: Any, targets: Any, *, first: i
 def chunk_gradient(
     logits: Any, labels: Any, log_sums: Any, row_weights: Any, *, first: int, of: SmoothedLabels
 ) -> None:
-    """Overwrites a chunk of logits by the gradient of Σ row_weights · (log_sums - targets); arguments as above.
+    """Overwrites a chunk of logits with the gradient of Σ row_weights · (log_sums - targets) for these logits.
 
     Args:
-        row_weights: (M,), of the type of `log_sums`, which are those of all classes; a row that weighs 0 gets 0.
+        logits, labels: as for `add_chunk`.
+        log_sums: the result of `add_chunk` for all chunks.
+        row_weights: (M,), of the type of `log_sums`. The gradient of a row with weight 0 is 0.
     """
     perform(_CHUNK_GRADIENT, (logits, labels, log_sums, None, row_weights), of, (first, 0), None)

@@ -39,8 +39,8 @@ def gated_fwd(
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        y (..., F), of the kind that h is, and the context. The context refers to h, and to an array that is the step of
-        `rng`: overwriting one of them before `gated_bwd` makes its result wrong.
+        y (..., F), an array of h's library as in `linear_fwd`, and the context. The context refers to h, and to an
+        array that is the step of `rng`: overwriting one of these before `gated_bwd` makes the gradient dh wrong.
 
     Raises:
         ShapeError: h has no even number of columns, or `out` has another shape than y.
@@ -67,7 +67,7 @@ def gated_bwd(dy: Any, ctx: GatedContext, *, remake_y: bool = False, out: Any = 
             ordered before it.
 
     Returns:
-        dh (..., 2F), of the kind that h is.
+        dh (..., 2F), an array of h's library.
 
     Raises:
         KindError: `ctx` is no context of `gated_fwd`.

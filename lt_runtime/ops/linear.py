@@ -66,8 +66,9 @@ def linear_fwd(
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        y (..., N), of the kind that x is, and the context. The context may refer to x, w and y, and to an array that is
-        the step of `rng`: overwriting one of them before `linear_bwd` makes its result wrong.
+        y (..., N) and the context. y is an array of x's library, which is NumPy, PyTorch or, for all other arrays,
+        CuPy. The context may refer to x, w and y, and to an array that is the step of `rng`: overwriting one of these
+        arrays before `linear_bwd` makes the results of `linear_bwd` wrong.
 
     Raises:
         ArgumentError: an unknown activation or compute type; `dropout` outside [0, 1), positive but rounded to 0, or

@@ -356,7 +356,7 @@ def matmul(
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        D, of the kind that a is: (batch, M, N) if a or b is a batch, else (M, N).
+        D, an array of a's library as in `linear_fwd`: (batch, M, N) if a or b is a batch, else (M, N).
 
     Raises:
         ArgumentError: an unknown epilogue or compute type; an operand that the epilogue needs and does not get, or

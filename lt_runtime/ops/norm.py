@@ -240,7 +240,8 @@ def layer_norm_fwd(
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        y (..., N), of the kind that x is, and the context, whose `x` is what was normalised: with `add`, the sum.
+        y (..., N), an array of x's library as in `linear_fwd`, and the context. The context's `x` is the array that was
+        normalised: with `add`, the sum.
 
     Raises:
         ArgumentError: eps is negative or not finite; `out_sum` without `add`.
@@ -268,7 +269,8 @@ def rms_norm_fwd(
         x, weight, eps, add, out, out_sum, out_rstd, stream: as in `layer_norm_fwd`, and so are rounding and errors.
 
     Returns:
-        y (..., N), of the kind that x is, and the context, whose `x` is what was normalised: with `add`, the sum.
+        y (..., N), an array of x's library as in `linear_fwd`, and the context. The context's `x` is the array that was
+        normalised: with `add`, the sum.
     """
     arrays = x, weight, None, add, out, out_sum, None, out_rstd
     made: tuple[Any, NormContext] = perform(_FORWARD, arrays, (False, eps), None, stream)

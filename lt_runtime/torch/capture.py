@@ -262,7 +262,7 @@ def _forget_failed(graph: Any, stream: Any) -> None:
     """
     with contextlib.suppress(RuntimeError):  # PyTorch may have ended the pool already
         torch._C._cuda_endAllocateToPool(stream.device_index, graph.pool())
-    # An error of the empty capture would hide the error of the step.
+    # Suppresses an error of the empty capture, which would hide the error of the step.
     with contextlib.suppress(RuntimeError), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")
         with torch.cuda.graph(torch.cuda.CUDAGraph(), None, stream, "thread_local"):

@@ -27,7 +27,7 @@ layers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 _copies: Final[weakref.WeakKeyDictionary[Any, WeightCopy]] = weakref.WeakKeyDictionary()
 """The copies by layer."""
 _followed: Final[list[Any]] = []
-"""The optimizers whose copies may be read by the present capture."""
+"""The optimizers whose FP8 copies the graph that is being captured may read."""
 
 
 class WeightCopy:

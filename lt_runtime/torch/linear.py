@@ -40,7 +40,8 @@ def _layers_of(options: Options, rows: int, forms: Sequence[Any], dtype: Any, co
 def _kinds_of(activations: Sequence[str], *, has_add: bool = False) -> list[Saved]:
     """For each layer the kind of tensor from which backward computes the activation's derivative.
 
-    For ReLU that is the output, unless a tensor is added to it; `has_add` says so of the last layer.
+    For ReLU this tensor is the output. If `has_add`, a tensor is added to the last layer's output, and the last layer's
+    ReLU needs the pre-activation.
     """
     kinds = {"none": Saved.NOTHING, "relu": Saved.OUTPUT}
     made = [kinds.get(each, Saved.PREACTIVATION) for each in activations]

@@ -57,7 +57,7 @@ class CrossEntropy(Operator):
         self._run(outputs[0], None, operands, options)
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
-        """See `Operator`. The gradient has padded rows if the logits have them, so that the layer need not copy it."""
+        """See `Operator`. The gradient's rows are padded if the logits' rows are: the layer then needs no copy."""
         return [padded_like(saved[0]), None, None]
 
     def fill_gradients(self, made: Tensors, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> None:
@@ -79,9 +79,10 @@ class CrossEntropy(Operator):
 class LinearCrossEntropy(Operator):
     """Mean cross-entropy of logits x · weightᵀ + bias (M, N), computed in chunks together with its gradients.
 
-    The option `chunk` is the number of rows; 0 is the default, which may be chunks of classes. The outputs besides the
-    loss are the gradients of x, weight and bias, unscaled; a gradient that the option `wanted` leaves out is empty.
-    Gradients of FP16 operands are FP32, because they could underflow before backward multiplies them by the loss scale.
+    The option `chunk` is the number of rows in a chunk; if it is 0, `compute` chooses between chunks of rows and chunks
+    of classes. The outputs besides the loss are the gradients of x, weight and bias, unscaled; a gradient that the
+    option `wanted` leaves out is empty. Gradients of FP16 operands are FP32, because they could underflow before
+    backward multiplies them by the loss scale.
     """
 
     name = "linear_cross_entropy"
@@ -107,17 +108,18 @@ class LinearCrossEntropy(Operator):
         kept = labels != ignore_index
         count, exact = kept.sum(), _loss_type(x)
         divisor = count.clamp(min=1).to(exact)
-        # In FP16 the logits' gradients would underflow if they were divided by the count of labels here: the gradients
-        # of x, weight and bias are divided afterwards.
+        # In FP16 the gradient of the logits would underflow if it were divided by the count of labels here. Instead the
+        # gradients of x, weight and bias are divided afterwards.
         weights, after = kept.to(exact) / (1 if is_half else divisor), divisor if is_half else 1
         dtype = exact if is_half else x.dtype
-        # A transposed weight is not padded, so that its gradient has its layout.
+        # A transposed weight is not padded, so that the weight's gradient gets the weight's layout.
         w, b = map(whole_rows, (weight, bias)) if weight.is_contiguous() else (weight, bias)
         head = _Head(x, w, b, torch.where(kept, labels, 0), weights, smoothing, len(weight), wanted, dtype)
-        largest = min(len(x) * x.itemsize, 4 * x.shape[1]) * len(weight)  # bytes of logits, or of FP32 sums for weight
+        # Bytes of all logits, or of the FP32 sums for weight's gradient, whichever are fewer.
+        largest = min(len(x) * x.itemsize, 4 * x.shape[1]) * len(weight)
         by_classes = not chunk and wanted[1] and largest > _CHUNK_BYTES
         loss, *sums = head.by_classes() if by_classes else head.by_rows(chunk or _rows_of_chunk(x, len(weight)))
-        del head, w, b, kept, weights  # before the rounded gradients are allocated
+        del head, w, b, kept, weights  # frees memory for the rounded gradients
         dx, dw, db = sums
         made = [each.div_(after) if is_half else each.to(dtype) for each in (dx, dw[: len(weight)], db[: len(weight)])]
         return [torch.where(count > 0, loss / after, math.nan), *made]
@@ -127,7 +129,7 @@ class LinearCrossEntropy(Operator):
         return outputs[1:]
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
-        """See `Operator`. Gradients of the operands' type are scaled in place if autograd frees them."""
+        """See `Operator`. Saved gradients of the operands' type are scaled in place if autograd frees them."""
         is_half, keeps = options[3], options[-1]
         made = [each if need else None for each, need in zip(saved, needs[:3], strict=True)]
         if is_half or keeps:
@@ -146,13 +148,13 @@ class _Head(NamedTuple):
     """A linear layer and the cross-entropy of its logits.
 
     Attributes:
-        x, weight, bias: the layer's operands; weight and bias may have rows of zeros after those of the classes.
+        x, weight, bias: the layer's operands; weight and bias may have rows of zeros after the rows of the classes.
         labels: classes, one for each row.
         row_weights: factors of the rows' losses, FP32 (FP64 for FP64 operands).
-        smoothing: of the labels.
+        smoothing: label smoothing, from 0 (none) to 1.
         classes: the number of classes.
-        wanted: whether the gradients of x, weight and bias are.
-        dtype: of the gradients.
+        wanted: three flags: whether the gradients of x, of weight and of bias are wanted.
+        dtype: type of the gradients that are not sums over chunks; sums have the type of `row_weights`.
     """
 
     x: Tensor
@@ -166,9 +168,10 @@ class _Head(NamedTuple):
     dtype: Any
 
     def by_rows(self, chunk: int) -> list[Tensor]:
-        """The weighted sum of the losses, and the gradients that are wanted, in chunks of `chunk` rows.
+        """Computes the weighted sum of the losses, and the wanted gradients, in chunks of `chunk` rows.
 
-        With more than one chunk the gradients of weight and bias are sums over the chunks, in FP32.
+        With more than one chunk the gradients of weight and bias are sums over the chunks, in FP32 (FP64 for FP64
+        operands).
         """
         x, rows = self.x, len(self.x)
         losses = x.new_zeros(-(-rows // chunk), dtype=self.row_weights.dtype)
@@ -191,10 +194,10 @@ class _Head(NamedTuple):
         return [losses.sum(), *made]
 
     def by_classes(self) -> list[Tensor]:
-        """As `by_rows`, in chunks of classes: no gradient of weight or bias is a sum over chunks, but that of x is.
+        """As `by_rows`, but in chunks of classes: the gradient of x is a sum over the chunks, the others are not.
 
-        This takes less memory if rows are few and the weight is large. But it computes each logit twice, because the
-        gradient of a row's first logit depends on its last one.
+        This takes less memory if rows are few and the weight is large. But each logit is computed twice, because its
+        gradient depends on all logits of its row.
         """
         is_wrong = (self.labels < 0) | (self.labels >= self.classes)
         if not self.x.is_cuda and is_wrong.any():
@@ -221,7 +224,8 @@ class _Head(NamedTuple):
         """Computes the logits of one chunk of classes after another, all in `memory`, (M, `_CHUNK_CLASSES`).
 
         Yields:
-            The chunk's rows of weight; the logits, with zeros for rows of weight that are no class; those of classes.
+            The slice of weight's rows that the chunk covers; the logits of these rows, which are 0 for rows of zeros;
+            and a view of the logits of classes only.
         """
         for start in range(0, len(self.weight), _CHUNK_CLASSES):
             part = slice(start, min(start + _CHUNK_CLASSES, len(self.weight)))
@@ -252,7 +256,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """`torch.nn.functional.cross_entropy` for class indices, in FP32 arithmetic whatever the input's type.
+    """`torch.nn.functional.cross_entropy` for class indices. Arithmetic is in FP32 on a GPU, and in FP64 on the CPU.
 
     Args:
         input: logits (N, C), (N, C, d1, ...) or (C,), float32, float16 or bfloat16; on the CPU float64 too. With axes
@@ -269,7 +273,7 @@ def cross_entropy(
 
     Raises:
         OperandError: shapes, types or devices that do not fit; `target` has probabilities.
-        ArgumentError: an option is out of its range; on the CPU, a target or weight is.
+        ArgumentError: an option is out of its range; or, on the CPU, a target or a weight is out of its range.
     """
     check_tensors(input=input, target=target)
     options, logits = _options(ignore_index, reduction, label_smoothing), input
@@ -289,7 +293,7 @@ def cross_entropy(
         return _CROSS_ENTROPY((logits, target, weight), options)
     _CROSS_ENTROPY.check((logits, target, weight), options)
     divisor = _divisor(target, weight, ignore_index, _loss_type(input))
-    if weight is not None:  # a mean over labels that all weigh nothing is NaN, and so is its gradient times 0
+    if weight is not None:  # if all labels have weight 0, the mean is NaN, and so is its gradient times 0
         weight = torch.where(divisor == 0, 1.0, weight)
     return _sum_of_mean(_CROSS_ENTROPY((logits, target, weight), options), divisor)
 
@@ -308,12 +312,12 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of the logits x · weightᵀ + bias, which are made and consumed in chunks.
 
-    The gradients are computed with the loss, so that backward only scales them. Chunks are of rows, and the gradients
-    of weight and bias are added up over them in FP32. Where these sums and all logits would each take more than
-    256 MiB, chunks are of 3,072 classes instead, and the gradient of x is added up in FP32. This takes less memory but
-    a third more arithmetic, because each logit is computed twice; `chunk=len(labels)` is faster and takes all logits'
-    memory. A weight that is shared with an embedding gets
-    both gradients, as usual. Under `torch.autocast` operands are cast as for `torch.nn.functional.linear`.
+    The gradients are computed with the loss, so that backward only scales them. A chunk usually has the logits of some
+    rows, and the gradients of weight and bias are added up over the chunks in FP32. If these sums and all logits would
+    each take more than 256 MiB, a chunk has the logits of 3,072 classes instead, and the gradient of x is added up in
+    FP32. Chunks of classes take less memory but a third more arithmetic, because each logit is computed twice. A single
+    chunk, `chunk=labels.numel()`, is faster, but needs memory for all logits. A weight that is shared with an embedding
+    gets both gradients, as usual. Under `torch.autocast` operands are cast as for `torch.nn.functional.linear`.
 
     Args:
         x: (..., K), float32, float16 or bfloat16; on the CPU float64 too.
@@ -322,14 +326,15 @@ def linear_cross_entropy(
         ignore_index, reduction, label_smoothing: as for `cross_entropy`.
         shift: whether row i is to predict label i + 1, as in causal language models; the last row is left out. Row i
             is then index i of the last axis of x but one.
-        chunk: rows whose logits lie in memory at a time; None for as many as take 256 MiB, or for chunks of classes.
+        chunk: rows whose logits lie in memory at a time. None for about as many as take 256 MiB, at least 128, or for
+            chunks of classes.
 
     Returns:
         The loss, shape (), FP32 (float64 for float64).
 
     Raises:
         OperandError: shapes, types or devices that do not fit.
-        ArgumentError: an option is out of its range; on the CPU, a label is.
+        ArgumentError: an option is out of its range; or, on the CPU, a label is out of its range.
         SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func`.
     """
     check_tensors(x=x, weight=weight, labels=labels, bias=bias)
@@ -376,7 +381,7 @@ def _loss_type(like: Tensor) -> Any:
 
 
 def _divisor(labels: Tensor, weight: Tensor, ignore_index: int, dtype: Any) -> Tensor:
-    """The number of labels that are kept, or the sum of their weights, by which a mean loss is divided."""
+    """The divisor of a mean loss: the number of labels that are not ignored, or the sum of their class weights."""
     kept = labels != ignore_index
     terms = kept if weight is None else torch.where(kept, weight[labels.clamp(0, len(weight) - 1).long()], 0.0)
     return terms.sum(dtype=dtype)
@@ -387,7 +392,10 @@ def _sum_of_mean(mean: Tensor, divisor: Tensor) -> Tensor:
 
 
 def _rows_of_chunk(x: Tensor, classes: int) -> int:
-    """The number of rows in a chunk: chunks are equal, and as large as allowed, because each reads the whole weight."""
+    """The number of rows in a chunk, a multiple of 128.
+
+    Chunks are about equal, and about as large as allowed, because each chunk reads the whole weight.
+    """
     most: int = max(_CHUNK_BYTES // max(1, classes * x.itemsize), _CHUNK_ROWS)
     chunks = max(1, -(-len(x) // most))
     return max(1, -(-len(x) // (chunks * _CHUNK_ROWS))) * _CHUNK_ROWS

@@ -27,10 +27,10 @@ class Linear(torch.nn.Linear):
             gradient, and sizes that are no multiples of 16, stay in the type of the weight. See docs/fp8.md.
 
     Attributes:
-        scales: the `lt.FP8State` of a layer with `precision`; None otherwise. The step of the optimizer that holds the
-            weight updates them, also in a CUDA graph: once a step, however many backward passes the step adds up. Other
-            optimizers than `torch.optim.Optimizer`'s subclasses do not: call `scales.update()` after their step. The
-            state_dict holds them.
+        scales: the `lt.FP8State` of a layer with `precision`; None otherwise. Each step of the optimizer that trains
+            the weight updates the scales once, also in a CUDA graph, even if the gradient is a sum over several
+            backward passes. This holds for subclasses of `torch.optim.Optimizer`: after a step of any other optimizer,
+            call `scales.update()`. The state_dict holds the scales.
 
     Raises:
         KindError: `precision` is of another type.

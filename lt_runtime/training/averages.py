@@ -213,7 +213,7 @@ class EMA(Fixed):
             model: a model with the same layers, of any type and on any device; may be the averaged model itself.
 
         Raises:
-            ShapeError: the model has other layers.
+            ShapeError: the model's parameters have other names or shapes than those of the averaged model.
         """
         check_instance("model", model, Block, "an lt.MLP or another lt.Block")
         shapes = [{each.name: tuple(each.data.shape) for each in of.parameters()} for of in (model, self.model)]

@@ -125,8 +125,9 @@ class StepBuffers:
         self._table = CUPY.zeros((TABLE_BYTES,), np.dtype(np.uint8), device, stream)
         self.table = int(self._table.data.ptr)
         self._copy = RowsCopy(targets, parts, device)
-        # For a graph that reads in place: the copy of a whole batch without gaps, the addresses of that copy, and the
-        # alignment of inputs that need no copy. Rows that are not whole vectors are read element by element.
+        # These three serve a graph that reads batches in place: the launch that copies a whole batch without gaps, the
+        # addresses and pitches of that copy, and the alignment that inputs need to be read without a copy. The
+        # alignment is 1 if rows are not whole vectors, because they are then read element by element.
         self._whole_copy = RowsCopy(whole, 1, device)
         self._places = tuple(each.data for each in whole), tuple(each.width for each in whole)
         self._alignment = 1 if whole[0].width % VECTOR_BYTES else VECTOR_BYTES

@@ -25,7 +25,10 @@ _E4M3: Final = FP8_TYPES["float8_e4m3fn"]
 
 
 def can_write(state: FP8State) -> bool:
-    """Whether an update can now write a suited weight in FP8: the layer's last call was in FP8, and it has a scale."""
+    """Whether an update can now write, in FP8, a weight for which `is_suited` holds.
+
+    The layer's last call must have been in FP8, and the weight must have a scale.
+    """
     return state.fallback is None and W in state.calibrated
 
 

@@ -1,9 +1,9 @@
 """Measures how a layer's work is best split between cuBLASLt and our kernels, and picks the fastest correct split.
 
-What is decided together is a part of a chain, see `Part`. A split of it has one plan for each of its problems.
-First the plans of each problem are timed alone, with untuned algorithms. Then the products of the promising plans are
-tuned. Finally the best splits, each as a whole, race against the untuned split. The results of the winner must agree
-with those of plain products followed by our kernels.
+The search decides all problems of a part of a chain together, see `Part`. A split has one plan for each of the part's
+problems. First the plans of each problem are timed alone, with untuned algorithms. Then the products of the promising
+plans are tuned. Finally the best splits, each as a whole, race against the untuned split. The results of the winner
+must agree with those of plain products followed by our kernels.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def decide_part(bench: Bench, store: PlanStore, part: LayerChain) -> Decided:
 class _Search:
     """The search for the fastest split of one part of a chain: holds plans, times and rejections.
 
-    The object is the `Contenders` of a race between splits.
+    It is the `Contenders` object of the race between splits.
 
     Attributes:
         before: all plans that cuBLASLt accepts and that are not known to be wrong, with untuned algorithms.
@@ -207,7 +207,7 @@ class _Search:
         self.time_alone(self.after, *_PLANS)
 
     def conclude(self) -> Decided:
-        """Times the best splits of the part against the one that runs untuned; returns report and plan-cache entries.
+        """Holds the race between the best splits and the untuned split; returns the report and the plan-cache entries.
 
         Raises:
             PlanError: all splits have been rejected.

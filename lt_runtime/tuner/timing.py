@@ -261,7 +261,7 @@ class Contenders(Protocol[Name]):
         """Names of the contenders that are not rejected; the first is the choice that runs without tuning."""
 
     def take_times(self, names: Collection[Name]) -> Mapping[Name, Timing]:
-        """Times contenders against each other; returns the times without contenders that were not tried."""
+        """Times contenders against each other; returns the times of the contenders that were tried."""
 
     def reject_wrong(self, names: Collection[Name]) -> Collection[Name]:
         """Runs contenders; returns those with wrong results, which `names` lists no longer.

@@ -134,7 +134,8 @@ def decide_mlp(bench: Bench, chain: LayerChain, problem: MLPProblem) -> Decided:
     """
     chain, layers = as_planned(chain, bench.device)
     passes = [(0, plan) for plan in mlp_plans(problem, bench.device)]
-    # The backward pass is timed without its loss, which hardly changes its time, and the layers without theirs.
+    # A fused backward pass that computes the loss also computes the outputs, so that no forward pass runs. Both
+    # contenders are timed without the loss, which hardly changes their times.
     fused = passes[-1:] if problem.loss else passes
     operands, tolerance = OperandSets(bench, chain, EndOperands), (problem.dtype, len(problem.biases))
     ways = TwoWays(bench, problem, FUSED_MLP, {True: fused, False: layers}, operands, passes, tolerance)

@@ -158,7 +158,7 @@ def cast_fp8(
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        The pair of both results, of the kind that x is; None for a result that was not asked for.
+        The pair of both results, arrays of x's library as in `linear_fwd`; None for a result that was not asked for.
 
     Raises:
         DTypeError: `dtype` is no FP8 type, or a buffer has another type.
@@ -203,8 +203,8 @@ def cast_fp8_rows(
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others.
 
     Returns:
-        x in FP8, its transpose, and the reciprocals of the scales of both, of the kind that x is; None for results that
-        were not asked for.
+        x in FP8, its transpose, and the reciprocals of the scales of both, arrays of x's library as in `linear_fwd`;
+        None for results that were not asked for.
 
     Raises:
         DTypeError: `dtype` is no FP8 type, or a buffer has another type.

@@ -107,8 +107,9 @@ class GpuState:
                 for launch in ready:
                     launch()
             except BaseException:
-                # Sets the count of nonfinite gradients to 0, because otherwise the next step would be skipped too.
-                # Ctrl-C may come between the launches as well.
+                # A launch has failed, or Ctrl-C came between launches. The last update, which sets the count of
+                # nonfinite gradients to 0, may not have been launched. The count is set to 0 here, because otherwise
+                # the next step could be skipped too.
                 call("cuMemsetD32Async", self._nonfinite, 0, 1, handle)
                 raise
             if self.shard is not None:
@@ -204,7 +205,7 @@ class GpuState:
         *,
         advances: bool = True,
     ) -> list[Launches]:
-        """The launches of all groups, whose updates also write copies of weights in FP8.
+        """The launches that update all groups, and also write the copies of weights in FP8.
 
         Only the last group's launch counts its finished blocks; the last of these blocks advances the step number and
         the loss scale, which all launches read.

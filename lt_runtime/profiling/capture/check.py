@@ -213,9 +213,10 @@ class _Check:
     def _baked_places(self, watch: Watch, executable: Any, changes: Callable[[], bool]) -> Sequence[Place]:
         """The places of nodes whose arguments or values differ in a second capture; an unknown place if none differs.
 
-        If several nodes differ, the second capture's values are written into the graph one node at a time. A node is
-        reported only if this changes the results of a replay, which `changes` tells. CuPy leaves a part of its kernel
-        arguments uninitialised: that part differs between captures, but kernels never read it.
+        If several nodes differ, the second capture's values are written into the graph one node at a time. `changes`
+        tells whether this changes the results of a replay. If it does for some nodes, only these are reported. CuPy
+        leaves a part of its kernel arguments uninitialised: that part differs between captures, but kernels never read
+        it.
         """
         before = {node: host_values(node) for node in watch.nodes}
         again, graph, _ = self._capture()
@@ -283,7 +284,11 @@ def _with_values(executable: Any, node: int, other: int, test: Callable[[], bool
 
 
 def _wrong_results(replays: Sequence[Mapping[str, bytes]], runs: Sequence[Mapping[str, bytes]]) -> Iterator[str]:
-    """A sentence on each result in which two replays and two uncaptured runs, from equal array contents, differ."""
+    """Yields a sentence for each result in which two replays differ from two uncaptured runs.
+
+    All four started from equal array contents. A result that changes from run to run and from replay to replay is not
+    reported.
+    """
     for name in replays[0]:
         (first, second), (one, other) = ([each.get(name) for each in results] for results in (replays, runs))
         if one != other and first == second:
