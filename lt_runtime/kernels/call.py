@@ -83,7 +83,7 @@ class Call:
 
     @property
     def has_all_steps_on_device(self) -> bool:
-        """Whether no dropout mask has a step from the host, so that equal calls are the same work."""
+        """Whether the device holds the steps of all dropout masks: a graph of the call then draws each step's masks."""
         return all(each is None or each.step_address for each in self.dropouts)
 
     @classmethod

@@ -329,7 +329,7 @@ def test_masks_differ_from_step_to_step_and_layer_to_layer(gpu: FakeGpu) -> None
 def test_calls_with_dropout_are_captured_if_their_step_is_on_the_device(
     gpu: FakeGpu, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every step has its own mask, and so has a layer whose mask differs in the layer's number alone."""
+    """Each step draws its own mask, with a graph or without one; so do two layers that differ only in their numbers."""
     monkeypatch.setattr("lt_runtime.ops.call._Allowance.is_left", lambda _: True)
     forget_calls()
     case, step = layer_case(dropout=0.5, keep_z=True), gpu.cp.asarray(np.zeros(1, np.uint32))
