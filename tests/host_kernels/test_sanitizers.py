@@ -46,6 +46,7 @@ WITH_SHARED_MEMORY: dict[str, Iterable[object]] = {
     "test_adamw_fp8.py::test_updates": (f"{PLAIN_ADAMW}-False", f"{FULL_ADAMW}-False"),
     "test_gradient_norm.py::test_norms": (),
     "test_tally.py::test_rows_are_counted": (BF16,),
+    "test_class_chunk.py::test_chunks_are_the_cross_entropy_of_all_classes": (F32, BF16),
     "test_fp8.py::test_casts": ("bfloat16-float8_e4m3fn", "float32-float8_e5m2"),
     "test_fp8.py::test_functions": ("bfloat16-silu-float8_e4m3fn-backward-dropout",),
     "test_fp8.py::test_gradients_of_a_gate": ("silu-True-float8_e4m3fn",),
