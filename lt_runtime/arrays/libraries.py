@@ -29,6 +29,7 @@ absent array), the second addresses (0 for an absent array). If an address is no
 ends with all alignments."""
 
 _looks: dict[type, Look] = {}
+_ABSENT: Final[Look] = (lambda _: 0), (lambda _: None)  # type: ignore[assignment,return-value]  # what None has
 
 current_streams: Final[dict[type, Callable[[int], int]]] = {}
 """For CuPy's and PyTorch's class of arrays, a function that returns the library's current stream on a device."""
@@ -208,7 +209,7 @@ def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
     """The signature of a call's arrays; all but the first may be None.
 
     Returns:
-        The signature; None unless all arrays are CuPy's, or all are PyTorch's.
+        The signature; None unless every array is CuPy's or PyTorch's.
     """
     kind = type(arrays[0])
     look = _looks.get(kind) or _look_of(kind)
@@ -218,8 +219,13 @@ def signature_of(arrays: tuple[Any, ...]) -> Signature | None:
     try:
         forms = tuple([None if array is None else form_of(array) for array in arrays])
         addresses = tuple([0 if array is None else address_of(array) for array in arrays])
-    except (AttributeError, TypeError):  # some array is of another library than the first array
-        return None
+    except (AttributeError, TypeError):  # Arrays of both libraries, such as PyTorch tensors and a layer's FP8 scales.
+        looks = [_ABSENT if array is None else _looks.get(type(array)) or _look_of(type(array)) for array in arrays]
+        known = [each for each in looks if each is not None]
+        if len(known) < len(arrays):
+            return None
+        forms = tuple([form_of(array) for (_, form_of), array in zip(known, arrays, strict=True)])
+        addresses = tuple([address_of(array) for (address_of, _), array in zip(known, arrays, strict=True)])
     bits = 0
     for address in addresses:
         bits |= address

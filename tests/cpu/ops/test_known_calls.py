@@ -69,6 +69,28 @@ def test_what_is_of_no_known_library_has_no_signature(arrays: tuple[Any, ...]) -
     assert signature_of(arrays) is None
 
 
+class Other(Array):
+    """Stands in for an array of the second such library, which names attributes differently."""
+
+    @property
+    def place(self) -> int:
+        return self.device
+
+
+def test_arrays_of_two_libraries_have_a_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    look = attrgetter("address"), attrgetter("place", "shape", "strides", "dtype")
+    monkeypatch.setitem(libraries._looks, Other, look)
+    monkeypatch.setitem(libraries._looks, Array, (look[0], attrgetter("device", "shape", "strides", "dtype")))
+    scales = Other(3 * _AT, (3, 8))
+    found = [signature_of(each) for each in ((scales, None, X), (scales, None, OUT), (scales, None, scales))]
+    assert found[0] == (((0, (3, 8), (32, 4), "float32"), None, (0, (4, 8), (32, 4), "float32")), (3 * _AT, 0, _AT))
+    assert found[1] is not None
+    assert found[0][0] == found[1][0]
+    assert found[2] is not None
+    assert found[0][0] != found[2][0]
+    assert signature_of((scales, np.ones(2))) is None
+
+
 SPANS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 12)), min_size=1, max_size=5)
 
 

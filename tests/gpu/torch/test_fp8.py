@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import lt_runtime as lt
 import lt_runtime.torch as ltt
+from lt_runtime.ops import call
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,6 +30,25 @@ def sqnr(found: Any, expected: Any) -> float:
 def exact(tensor: Any, scale: float, dtype: Any = torch.float8_e4m3fn) -> Any:
     """Casts a tensor to FP8 by PyTorch, and returns the resulting values in float64."""
     return (tensor.detach().float() * scale).to(dtype).double() / scale
+
+
+def test_repeated_steps_are_not_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = ltt.Linear(512, 256, activation="gelu", precision="fp8", device="cuda", dtype=torch.bfloat16)
+    x, optimizer = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16), ltt.AdamW(layer.parameters())
+    planned, original = list[str](), call._cold_call
+
+    def planning(operation: Any, *others: Any) -> Any:
+        planned.append(operation.range_name)
+        return original(operation, *others)
+
+    monkeypatch.setattr(call, "_cold_call", planning)
+    for _ in range(8):
+        before = len(planned)
+        optimizer.zero_grad()
+        layer(x).float().square().mean().backward()
+        optimizer.step()
+    assert layer.scales.fallback is None
+    assert not planned[before:]
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
