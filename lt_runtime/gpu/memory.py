@@ -95,7 +95,8 @@ class StreamMemory:
     def _at_least(self, name: str, size: int) -> int:
         address, available = self._buffers.get(name, (0, 0))
         if size > available:
-            grown = max(aligned(size), 2 * available, _MIN_SCRATCH)
+            # Old buffers stay, because graphs may use them: together they are at most twice as large as the new one.
+            grown = max(aligned(size), aligned(available * 3 // 2), _MIN_SCRATCH)
             address = self._allocate(grown)
             self._buffers[name] = address, grown
         return address
