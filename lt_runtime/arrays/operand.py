@@ -325,7 +325,7 @@ def read_step(step: Any, device: int, stream: int) -> Operand:
         OperandError: the array has another type or size, or is on another device.
     """
     operand = read("step", step, stream)
-    if operand.dtype != "uint32" or int(np.prod(operand.shape)) != 1:
+    if operand.dtype != "uint32" or math.prod(operand.shape) != 1:
         raise DTypeError(f"step is {operand.dtype} of shape {operand.shape}; accepted are an int or one uint32")
     if operand.device != device:
         raise DeviceError(f"step is on GPU {operand.device}, the operands on GPU {device}")
