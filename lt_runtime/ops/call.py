@@ -16,7 +16,8 @@ import threading
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
@@ -56,6 +57,9 @@ AUTOGRAD_THREAD: Final = "lt_runtime autograd"
 
 
 Shape: TypeAlias = tuple[int, ...]
+MadeCall: TypeAlias = tuple[Any, tuple[int, ...], Any]
+"""A call that was made by its `PreparedCall`: that object, the addresses of the arrays, and the scalars."""
+_recording: Final[ContextVar[list[MadeCall | None] | None]] = ContextVar("lt_runtime_recording", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,12 +313,16 @@ def perform(
                 filled: Sequence[Any] = arrays
                 if prepared.makers:
                     filled, addresses = prepared.make(arrays, addresses, None if stream is None else handle)
-                if _repeat(prepared, addresses, scalars, handle):
+                if repeat(prepared, addresses, scalars, handle):
+                    if (calls := _recording.get()) is not None:
+                        calls.append((prepared, addresses, scalars))
                     return operation.result(prepared, filled, scalars)
+    if (calls := _recording.get()) is not None:
+        calls.append(None)
     return _cold_call(operation, arrays, options, scalars, stream, signature)
 
 
-def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> bool:
+def repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, stream: int) -> bool:
     """Runs a prepared call again, with the same or other addresses.
 
     Returns False, without running the call, if operands overlap.
@@ -345,6 +353,17 @@ def _repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, st
         elif allowance.is_left() and not is_captured(stream):
             cache.repeats[repeat] = allowance.spend(functools.partial(_launch_of, prepared, call))
     return True
+
+
+@contextlib.contextmanager
+def made_calls() -> Iterator[list[MadeCall | None]]:
+    """Records the calls that this thread makes within a `with` block; None for a call that was planned first."""
+    made: list[MadeCall | None] = []
+    token = _recording.set(made)
+    try:
+        yield made
+    finally:
+        _recording.reset(token)
 
 
 class _Allowance:

@@ -9,9 +9,9 @@ from lt_runtime.ops._gated import GatedContext
 from lt_runtime.ops.gated import gated_bwd, gated_fwd
 from lt_runtime.ops.linear import linear
 from lt_runtime.problem import Activation, Philox
-from lt_runtime.torch.linear import LinearLayers, check_options, compute_of, masks_of, plain_backward
+from lt_runtime.torch.linear import LinearLayers, check_options, masks_of, plain_backward
 from lt_runtime.torch.operators import Needs, Operator, Options
-from lt_runtime.torch.tensors import Tensor, Tensors, check_operands, check_shape, placed
+from lt_runtime.torch.tensors import Tensor, Tensors, check_operands, check_shape, compute_of, placed
 
 _NAMES: Final = "x", "add", "gate", "gate_bias", "up", "up_bias", "down", "down_bias"
 
@@ -24,6 +24,7 @@ class GatedLayers(LinearLayers):
     """
 
     name = "gated"
+    is_repeatable = False
     eager = Operator.eager
 
     def check(self, operands: Tensors, options: Options) -> None:

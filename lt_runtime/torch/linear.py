@@ -16,7 +16,8 @@ from lt_runtime.ops.call import perform
 from lt_runtime.ops.first_use import is_tuning
 from lt_runtime.problem import Activation, ComputeName, Philox, Saved, probability
 from lt_runtime.torch.operators import Needs, Operator, Options, applied, begin_backward
-from lt_runtime.torch.tensors import Tensor, Tensors, as_rows, check_operands, check_shape, placed
+from lt_runtime.torch.repeats import repeated
+from lt_runtime.torch.tensors import Tensor, Tensors, as_rows, check_operands, check_shape, compute_of, placed
 
 _make_layer: Final = functools.lru_cache(maxsize=1024)(Layer)
 """Returns one `Layer` object for equal arguments, because prepared calls are found by the identity of the object."""
@@ -59,6 +60,7 @@ class LinearLayers(Operator):
 
     name = "linear"
     options = "str[] activations, float[] slopes, float[] dropouts"
+    is_repeatable = True
 
     def eager(self, operands: Tensors, options: Options, *, training: bool) -> Tensors:
         """See `Operator`. On a GPU the plan of each layer decides which tensor is kept for backward."""
@@ -181,7 +183,14 @@ def _ascend(options: Options, x: Any, add: Any, key: Any, parameters: Tensors, b
 
 
 def _descend(
-    dy: Any, xs: Tensors, weights: Tensors, saved: Tensors, layers: list[Layer], key: Any, needs: Needs, outs: Tensors
+    dy: Any,
+    xs: Tensors,
+    weights: Tensors,
+    saved: Tensors,
+    layers: Sequence[Layer],
+    key: Any,
+    needs: Needs,
+    outs: Tensors,
 ) -> list[Any]:
     """The gradients of x and of each layer's weight and bias.
 
@@ -228,27 +237,51 @@ class _OnGpu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:
         """y, the output of the last layer."""
-        kept: Any = [], [x if len(options[0]) > 1 or ctx.needs_input_grad[4] else None], []
-        y = _ascend(options, as_rows(x), add, key, parameters, None, kept)
-        (ctx.layers, xs, saved), ctx.is_tuning = kept, is_tuning()
-        ctx.save_for_backward(key, *parameters[::2], *xs[:-1], *saved)
-        return y
+        operands, count = (x, add, key, *parameters), len(options[0])
+        made, (layers, places) = repeated((_OnGpu, options), operands, lambda: _kept_of(options, operands))
+        ctx.layers, ctx.is_tuning = layers, is_tuning()
+        kept_x = x if count > 1 or ctx.needs_input_grad[4] else None
+        saved = [None if place is None else made[place] for place in places]
+        ctx.save_for_backward(key, *parameters[::2], kept_x, *made[: count - 1], *saved)
+        return made[count - 1]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         """The gradients of x, `add` and the parameters."""
         begin_backward("linear", ctx, dy)
-        layers, needs, (key, *kept) = ctx.layers, ctx.needs_input_grad, ctx.saved_tensors
-        count = len(layers)
-        weights, xs = kept[:count], kept[count : 2 * count]
-        xs[0] = xs[0] if xs[0] is None else as_rows(xs[0])
-        outs = [None] * (1 + 2 * count)
-        for i, weight in enumerate(weights):
-            if needs[4 + 2 * i] and not weight.is_contiguous():
-                outs[1 + 2 * i] = torch.empty_like(weight)
-        wanted = needs[1], *needs[4:]
-        dx, *of_parameters = _descend(as_rows(dy), xs, weights, kept[2 * count :], layers, key, wanted, outs)
+        needs, kept = ctx.needs_input_grad, ctx.saved_tensors
+        key = ctx.layers, (needs[1], *needs[4:])
+        (dx, *of_parameters), _ = repeated(key, (dy, *kept), lambda: (_gradients_of(*key, dy, kept), None))
         return None, dx, dy if needs[2] else None, None, *of_parameters
+
+
+def _kept_of(options: Options, operands: Tensors) -> tuple[list[Tensor], Any]:
+    """Computes y; returns each layer's output and the other tensors that backward needs, and where these are.
+
+    The second result has the `Layer` of each layer, and for each the index of its saved tensor, or None.
+    """
+    x, add, key, *parameters = operands
+    kept: Any = [], [], []
+    _ascend(options, as_rows(x), add, key, parameters, None, kept)
+    layers, made, saved = kept
+    places = []
+    for each in saved:
+        if each is not None and not any(each is other for other in made):
+            made.append(each)
+        places.append(next((i for i, other in enumerate(made) if other is each), None))
+    return made, (tuple(layers), places)
+
+
+def _gradients_of(layers: tuple[Layer, ...], wanted: Needs, dy: Tensor, kept: Tensors) -> list[Any]:
+    """The gradients of x and of each layer's weight and bias, from the tensors that forward has kept."""
+    (key, *kept), count = kept, len(layers)
+    weights, xs = kept[:count], kept[count : 2 * count]
+    xs[0] = xs[0] if xs[0] is None else as_rows(xs[0])
+    outs = [None] * (1 + 2 * count)
+    for i, weight in enumerate(weights):
+        if wanted[1 + 2 * i] and not weight.is_contiguous():
+            outs[1 + 2 * i] = torch.empty_like(weight)
+    return _descend(as_rows(dy), xs, weights, kept[2 * count :], layers, key, wanted, outs)
 
 
 _apply_on_gpu: Final = applied(_OnGpu, "linear")
@@ -262,12 +295,6 @@ def _infer(options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: T
 def masks_of(p: float, layer: int, key: Any) -> Philox | None:
     """The `Philox` source of a layer's dropout mask; None if the layer has no dropout."""
     return Philox(0, layer, key.view(np.uint32 if isinstance(key, np.ndarray) else torch.uint32)) if p else None
-
-
-def compute_of(dtype: Any) -> ComputeName:
-    """The compute type of products: "tf32" for FP32 operands if PyTorch's setting says so, else "float32"."""
-    is_tf32 = dtype is torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
-    return "tf32" if is_tf32 else "float32"
 
 
 def plain_backward(dy: Any, x: Any, weight: Any, outs: Tensors, *, accumulate_dx: bool = False) -> None:

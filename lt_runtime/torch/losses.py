@@ -15,10 +15,18 @@ from lt_runtime.ops.linear import linear
 from lt_runtime.ops.losses import cross_entropy as loss_of
 from lt_runtime.ops.matmul import matmul
 from lt_runtime.torch.functional import LINEAR, PLAIN, cast
-from lt_runtime.torch.linear import compute_of
 from lt_runtime.torch.operators import Needs, Operator, Options
 from lt_runtime.torch.padded import columns_of, padded_like, whole_rows
-from lt_runtime.torch.tensors import Tensor, Tensors, check_dense, check_operands, check_shape, check_tensors, placed
+from lt_runtime.torch.tensors import (
+    Tensor,
+    Tensors,
+    check_dense,
+    check_operands,
+    check_shape,
+    check_tensors,
+    compute_of,
+    placed,
+)
 
 _REDUCTIONS: Final = ("mean", "sum")
 _CALLERS: Final = {"labels": "target", "class_weights": "weight"}

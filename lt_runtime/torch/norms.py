@@ -25,6 +25,7 @@ class Norm(Operator):
     """
 
     options = "float eps"
+    is_repeatable = True
 
     def __init__(self, has_mean: bool, has_add: bool) -> None:
         self.has_mean, self.has_add = has_mean, has_add

@@ -15,6 +15,7 @@ from lt_runtime.arrays.operand import fp64_on_host
 from lt_runtime.errors import LtError
 from lt_runtime.ops.call import AUTOGRAD_THREAD
 from lt_runtime.ops.first_use import asked_for, is_tuning
+from lt_runtime.torch.repeats import repeated
 from lt_runtime.torch.tensors import Tensor, Tensors
 
 Options: TypeAlias = tuple[Any, ...]
@@ -43,11 +44,13 @@ class Operator(ABC):
             backward it is False if results may be written over the saved tensors: the caller did not get these, and
             autograd frees them.
         visible: how many of the first outputs the caller gets; the others are kept for backward.
+        is_repeatable: whether the operator computes by calls of the package alone, so that `repeats` may repeat these.
     """
 
     name: str
     options: str
     visible: int = 1
+    is_repeatable: bool = False
 
     def __init__(self) -> None:
         options = f"{self.options}, bool training"
@@ -129,6 +132,11 @@ class Operator(ABC):
         """Computes all outputs without the dispatcher."""
         if not operands[0].is_cuda:
             self.check(operands, options)
+        elif self.is_repeatable:
+            return repeated((self, options), operands, lambda: (self._computed(operands, options), None))[0]
+        return self._computed(operands, options)
+
+    def _computed(self, operands: Tensors, options: Options) -> list[Tensor]:
         token = fp64_on_host.set(True)
         try:
             return self.compute(operands, options)
@@ -145,6 +153,12 @@ class Operator(ABC):
     def run_backward(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """Computes the gradients without the dispatcher; see `compute_gradients`."""
         _name_autograds_thread()  # compiled code does not call `begin_backward`
+        if self.is_repeatable and dys[0] is not None and dys[0].is_cuda:
+            key, tensors = (self, options, tuple(needs), len(dys)), (*dys, *saved)
+            return repeated(key, tensors, lambda: (self._gradients(dys, saved, needs, options), None))[0]
+        return self._gradients(dys, saved, needs, options)
+
+    def _gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         token = fp64_on_host.set(True)
         try:
             return self.compute_gradients(dys, saved, needs, options)

@@ -26,6 +26,7 @@ class PaddedLinear(LinearLayers):
     """`LinearLayers` for one layer with neither activation nor dropout; rows of y begin at multiples of 8 elements."""
 
     name = "padded_linear"
+    is_repeatable = False
     eager = Operator.eager
 
     def outputs(self, operands: Tensors, options: Options) -> list[Tensor]:

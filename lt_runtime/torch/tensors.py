@@ -13,7 +13,7 @@ import torch
 from lt_runtime.arguments import shown
 from lt_runtime.errors import DeviceError, DTypeError, KindError, LayoutError, OperandError, ShapeError
 from lt_runtime.layout import layout_of
-from lt_runtime.problem import DType
+from lt_runtime.problem import ComputeName, DType
 
 Tensor: TypeAlias = Any
 """A `torch.Tensor`, which is untyped here: the type checker does not read PyTorch."""
@@ -115,6 +115,12 @@ def as_tensor(array: Any) -> Tensor:
 def as_tensors(arrays: Sequence[Any]) -> list[Tensor]:
     """Converts each of an operation's results by `as_tensor`."""
     return [*map(as_tensor, arrays)]
+
+
+def compute_of(dtype: Any) -> ComputeName:
+    """The compute type of products: "tf32" for FP32 operands if PyTorch's setting says so, else "float32"."""
+    is_tf32 = dtype is torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+    return "tf32" if is_tf32 else "float32"
 
 
 def placed(tensors: Tensors) -> list[Any]:

@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 import torch.nn.functional as F  # noqa: N812
 
 import lt_runtime.torch as ltt
+from lt_runtime.torch import repeats
 
 pytestmark = [  # warnings of PyTorch's own
     pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning"),
@@ -67,6 +68,34 @@ def test_layers_are_as_exact_as_pytorch_s_and_stay_so_when_repeated(activation: 
     for _ in range(5):  # the third call of equal addresses is captured
         y = ltt.functional.linear_layers(x, (w1, b1, w2, b2), options, add)
         check_as_exact_as_pytorch(gradients(y, leaves), theirs, exact)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_repeated_calls_read_their_own_operands(activation: Any, compiled: bool) -> None:
+    torch._dynamo.reset()
+    repeats._recipes.clear()
+
+    def block(x: Any, weight: Any, bias: Any, w1: Any, b1: Any, w2: Any, b2: Any) -> Any:
+        options = (activation, "none"), (0.01,) * 2, (0.0,) * 2
+        y, total = ltt.functional.layer_norm(x, weight, bias, add=x * 0.5)
+        return ltt.functional.linear_layers(ltt.functional.linear(y, w1, b1), (w2, b2, w2.t(), None), options, total)
+
+    run = torch.compile(block, fullgraph=True, dynamic=False) if compiled else block
+    for call in range(6):
+        for rows in (32, 48):
+            shapes = (rows, 64), (64,), (64,), (64, 64), (64,), (96, 64), (96,)
+            leaves = [each.detach() * (1 + call) ** 0.5 for each in leaves_of(*shapes, dtype=torch.bfloat16)]
+            leaves = [each.requires_grad_() for each in leaves]
+            x, weight, bias, w1, b1, w2, b2 = doubles = [each.detach().double().requires_grad_() for each in leaves]
+            total = x + x * 0.5
+            hidden = F.linear(F.layer_norm(total, (64,), weight, bias), w1, b1)
+            exact = F.linear(ACTIVATIONS[activation](F.linear(hidden, w2, b2)), w2.t()) + total
+            pairs = zip(gradients(run(*leaves), leaves), gradients(exact, doubles), strict=True)
+            for found, right in pairs:
+                assert (found.double() - right).norm() < 0.1 * right.norm()  # operands of another call give above 1
+    known = {key[0] for key, recipe in repeats._recipes.items() if recipe is not None}
+    assert len(known) >= 2  # operators whose calls were repeated
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,0 +1,173 @@
+"""Operators that repeat the prepared calls of earlier calls: what they launch, and when they compute anew."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lt_runtime import ranges
+from lt_runtime.ops import call, first_use
+from lt_runtime.ops.call import New
+from lt_runtime.plans import cache
+from lt_runtime.torch import repeats
+
+STREAM, SCALARS, CONSTANT = 7, (1.0, 0.0), object()
+
+
+def tensor(*shape: int) -> Any:
+    """A tensor whose address is a multiple of 512 bytes, as on a GPU."""
+    memory = torch.empty(math.prod(shape) + 128)
+    return memory[-memory.data_ptr() % 512 // 4 :][: math.prod(shape)].view(shape)
+
+
+class Operator:
+    """Stands in for an operator y = product(x, w), by calls that a test gives; counts its computations.
+
+    Attributes:
+        calls: makes the calls, as `made_calls` records them, from x, w and y.
+        results: makes the results.
+    """
+
+    def __init__(self) -> None:
+        self.computed, self.launched = 0, list[Any]()
+        self.prepared = prepared()
+        self.calls: Callable[..., list[Any]] = lambda *arrays: [(self.prepared, addresses_of(*arrays), SCALARS)]
+        self.results: Callable[[], list[Any]] = lambda: [tensor(4, 8)]
+
+    def __call__(self, x: Any, w: Any, *key: Any) -> list[Any]:
+        def compute() -> repeats.Made:
+            self.computed += 1
+            made = self.results()
+            if (recording := call._recording.get()) is not None:
+                recording += self.calls(x, w, *made)
+            return made, CONSTANT
+
+        made, constant = repeats.repeated((self, *key), (x, w), compute)
+        assert constant is CONSTANT
+        return made
+
+
+def prepared(*new: tuple[int, New], dropouts: Any = None) -> Any:
+    return SimpleNamespace(request=SimpleNamespace(dropouts=dropouts, new=dict(new)))
+
+
+def addresses_of(*arrays: Any) -> tuple[int, ...]:
+    return tuple(0 if each is None else each.data_ptr() for each in arrays)
+
+
+@pytest.fixture
+def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
+    """An operator whose launches go into its list instead of to a GPU."""
+    made = Operator()
+
+    def repeat(*launch: Any) -> bool:
+        made.launched.append(launch)
+        return True
+
+    monkeypatch.setattr(repeats, "repeat", repeat)
+    monkeypatch.setattr(repeats, "is_current", lambda device: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
+    return made
+
+
+def operands() -> tuple[Any, Any]:
+    return tensor(4, 16), tensor(16, 8)
+
+
+def test_later_calls_launch_what_the_first_one_recorded(operator: Operator) -> None:
+    operator(*operands())
+    x, w = operands()
+    (y,) = operator(x, w)
+    assert operator.computed == 1
+    assert operator.launched == [(operator.prepared, addresses_of(x, w, y), SCALARS, STREAM)]
+    assert (y.shape, y.dtype) == ((4, 8), torch.float32)
+
+
+def test_memory_between_two_calls_is_allocated_as_well(operator: Operator) -> None:
+    between = New((4, 32), np.dtype(np.float32), None)  # type: ignore[arg-type]
+    first, second = prepared((1, between)), prepared()
+    h = tensor(4, 32)
+    operator.calls = lambda x, w, y: [(first, addresses_of(x, h), ()), (second, addresses_of(h, w, None, y), ())]
+    operator(*operands())
+    x, w = operands()
+    (y,) = operator(x, w)
+    (_, (of_x, of_h), *_), (_, (from_h, *others), *_) = operator.launched
+    assert operator.computed == 1
+    assert of_h == from_h
+    assert of_h not in addresses_of(x, w, y, h)
+    assert (of_x, *others) == (x.data_ptr(), w.data_ptr(), 0, y.data_ptr())
+
+
+@contextlib.contextmanager
+def patched(owner: Any, name: str, value: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, value)
+        yield
+
+
+CHANGES: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "option": lambda: (*operands(), "gelu"),
+    "shape": lambda: (tensor(5, 16), tensor(16, 8)),
+    "strides": lambda: (tensor(16, 4).t(), tensor(16, 8)),
+    "type": lambda: (tensor(2, 16).view(torch.bfloat16).view(4, 16), tensor(16, 8)),
+    "alignment": lambda: (tensor(65)[1:].view(4, 16), tensor(16, 8)),
+}
+STATES: dict[str, Callable[[], Any]] = {
+    "plans are forgotten": lambda: patched(cache, "generation", object()),
+    "tuning": lambda: first_use.within(first_use.asked_for),
+    "a profiler listens": lambda: patched(ranges, "is_heard", True),
+    "another device": lambda: patched(repeats, "is_current", lambda device: False),
+    "overlapping operands": lambda: patched(repeats, "repeat", lambda *launch: False),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_forms_are_computed(operator: Operator, change: str) -> None:
+    operator(*operands())
+    operator(*CHANGES[change]())
+    assert operator.computed == 2
+    assert not operator.launched
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_some_states_need_a_computation(operator: Operator, state: str) -> None:
+    operator(*operands())
+    with STATES[state]():
+        operator(*operands())
+    assert operator.computed == 2
+    operator(*operands())
+    assert len(operator.launched) == (state != "plans are forgotten")
+
+
+KEPT = tensor(64)
+UNKNOWN: dict[str, Callable[[Operator], None]] = {
+    "other memory": lambda op: setattr(op, "calls", lambda x, w, y: [(prepared(), addresses_of(x, KEPT, y), ())]),
+    "a dropout mask": lambda op: setattr(op, "prepared", prepared(dropouts=(0.1, 0.0))),
+    "no call": lambda op: setattr(op, "calls", lambda x, w, y: []),
+    "a planned call": lambda op: setattr(op, "calls", lambda x, w, y: [None]),
+    "a view": lambda op: setattr(op, "results", lambda: [tensor(4, 16)[:, :8]]),
+    "an empty result": lambda op: setattr(op, "results", lambda: [tensor(0, 8)]),
+    "one address twice": lambda op: setattr(op, "results", lambda: [KEPT[:32].view(4, 8), KEPT[:8]]),
+    "freed memory in another size": lambda op: setattr(
+        op,
+        "calls",
+        lambda x, w, y: [(prepared((1, New((4, 9), np.dtype(np.float32), None))), addresses_of(x, y), ())],  # type: ignore[arg-type]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_what_is_not_determined_by_its_calls_is_computed_each_time(operator: Operator, kind: str) -> None:
+    UNKNOWN[kind](operator)
+    for _ in range(3):
+        operator(*operands())
+    assert operator.computed == 3
+    assert not operator.launched
