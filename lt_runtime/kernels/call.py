@@ -36,13 +36,15 @@ class DropoutState:
     step_address: int = 0
 
     @classmethod
-    def of(cls, p: float, rng: Philox | None, device: int, stream: int) -> Self | None:
-        """Dropout with probability `p`; None if `p` is 0.
+    def of(cls, p: float, rng: Philox | DropoutState | None, device: int, stream: int) -> DropoutState | None:
+        """Dropout with probability `p`; None if `p` is 0; `rng` itself if it is such a state already.
 
         Raises:
             ArgumentError: see `check_dropout`.
             OperandError: the step is an array, but not of one uint32 on the device.
         """
+        if isinstance(rng, DropoutState):
+            return rng
         philox = check_dropout(p, rng)
         if philox is None:
             return None

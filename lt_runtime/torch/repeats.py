@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from lt_runtime import ranges
 from lt_runtime.arrays.libraries import signature_of
 from lt_runtime.gpu.driver import is_current
+from lt_runtime.kernels.call import DropoutState
 from lt_runtime.ops.call import made_calls, repeat
 from lt_runtime.ops.first_use import asked_for
 from lt_runtime.plans import cache
@@ -38,7 +40,8 @@ class _Recipe(NamedTuple):
         others: the forms of tensors that one call writes and a later one reads.
         constant: the second item of `Made`.
         calls: the prepared calls, each with its scalars and, for each of its arrays, an index into the addresses of the
-            operands, the results and the others; -1 for an absent array.
+            operands, the results and the others; -1 for an absent array. The scalars of calls with dropout are states,
+            whose `step_address` is such an index too.
     """
 
     generation: object
@@ -82,6 +85,8 @@ def _launched(recipe: _Recipe, like: Tensor, device: int, addresses: tuple[int, 
     known = *addresses, *[0 if each is None else each.data_ptr() for each in (*made, *others)], 0
     stream = torch._C._cuda_getCurrentRawStream(device)
     for prepared, scalars, places in recipe.calls:
+        if prepared.request.dropouts is not None:
+            scalars = [each and DropoutState(each.threshold, each.philox, known[each.step_address]) for each in scalars]
         if not repeat(prepared, tuple([known[place] for place in places]), scalars, stream):
             return None
     return made, recipe.constant
@@ -101,8 +106,8 @@ def _recorded(key: Any, addresses: tuple[int, ...], compute: Callable[[], Made])
 def _recipe_of(calls: list[Any], addresses: tuple[int, ...], made: list[Tensor], constant: Any) -> _Recipe | None:
     """The recipe of an operator that has made these calls and no others.
 
-    Returns None if a call reads memory that is none of the operator's tensors, or draws a dropout mask, or if two
-    tensors have one address, so that it does not tell which of them a call takes.
+    Returns None if a call reads memory that is none of the operator's tensors, or if two tensors have one address, so
+    that it does not tell which of them a call takes.
     """
     known = [*addresses, *[0 if each is None else each.data_ptr() for each in made]]
     place_of = {address: place for place, address in enumerate(known) if address}
@@ -113,7 +118,10 @@ def _recipe_of(calls: list[Any], addresses: tuple[int, ...], made: list[Tensor],
     others, steps = list[_Form](), []
     for prepared, used, scalars in calls:
         if prepared.request.dropouts is not None:
-            return None
+            states = prepared.operation.call(prepared, used, scalars, 0).dropouts
+            if not all(each is None or each.step_address in place_of for each in states):
+                return None
+            scalars = [each and replace(each, step_address=place_of[each.step_address]) for each in states]
         for i, new in prepared.request.new.items():
             size = math.prod(new.shape) * new.dtype.itemsize
             if used[i] not in place_of:

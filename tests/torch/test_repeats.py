@@ -14,9 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from lt_runtime import ranges
+from lt_runtime.kernels.call import DropoutState
 from lt_runtime.ops import call, first_use
 from lt_runtime.ops.call import New
 from lt_runtime.plans import cache
+from lt_runtime.problem import Philox
 from lt_runtime.torch import repeats
 
 STREAM, SCALARS, CONSTANT = 7, (1.0, 0.0), object()
@@ -57,6 +59,14 @@ class Operator:
 
 def prepared(*new: tuple[int, New], dropouts: Any = None) -> Any:
     return SimpleNamespace(request=SimpleNamespace(dropouts=dropouts, new=dict(new)))
+
+
+def dropping(step: int) -> Any:
+    """A prepared call with dropout, whose step is at the address `step`; 0 for a step of the host."""
+    made = prepared(dropouts=(0.1, 0.0))
+    states = DropoutState(60000, Philox(3, 1), step), None
+    made.operation = SimpleNamespace(call=lambda *arguments: SimpleNamespace(dropouts=states))
+    return made
 
 
 def addresses_of(*arrays: Any) -> tuple[int, ...]:
@@ -106,6 +116,16 @@ def test_memory_between_two_calls_is_allocated_as_well(operator: Operator) -> No
     assert (of_x, *others) == (x.data_ptr(), w.data_ptr(), 0, y.data_ptr())
 
 
+def test_masks_are_drawn_by_the_step_of_the_present_call(operator: Operator) -> None:
+    x, w = operands()
+    operator.prepared = dropping(w.data_ptr())
+    operator(x, w)
+    x, w = operands()
+    operator(x, w)
+    ((_, _, states, _),) = operator.launched
+    assert states == [DropoutState(60000, Philox(3, 1), w.data_ptr()), None]
+
+
 @contextlib.contextmanager
 def patched(owner: Any, name: str, value: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
@@ -150,7 +170,8 @@ def test_some_states_need_a_computation(operator: Operator, state: str) -> None:
 KEPT = tensor(64)
 UNKNOWN: dict[str, Callable[[Operator], None]] = {
     "other memory": lambda op: setattr(op, "calls", lambda x, w, y: [(prepared(), addresses_of(x, KEPT, y), ())]),
-    "a dropout mask": lambda op: setattr(op, "prepared", prepared(dropouts=(0.1, 0.0))),
+    "a dropout step of the host": lambda op: setattr(op, "prepared", dropping(0)),
+    "a dropout step elsewhere": lambda op: setattr(op, "prepared", dropping(KEPT.data_ptr())),
     "no call": lambda op: setattr(op, "calls", lambda x, w, y: []),
     "a planned call": lambda op: setattr(op, "calls", lambda x, w, y: [None]),
     "a view": lambda op: setattr(op, "results", lambda: [tensor(4, 16)[:, :8]]),
