@@ -27,8 +27,8 @@ Made: TypeAlias = tuple[list[Tensor], Any]
 """The tensors that an operator makes, None for absent ones; and an object, equal for all operands of the same forms."""
 _MOST: Final = 4096
 
-_Form: TypeAlias = tuple[tuple[int, ...], Any]
-"""The shape and the type of a contiguous tensor."""
+_Form: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], Any]
+"""Shape, strides and type of a tensor without gaps."""
 
 
 class _Recipe(NamedTuple):
@@ -80,8 +80,8 @@ def _launched(recipe: _Recipe, like: Tensor, device: int, addresses: tuple[int, 
     """Runs a recipe; returns None if operands overlap, or if another device is current in this thread."""
     if not is_current(device):
         return None
-    made = [each and like.new_empty(each[0], dtype=each[1]) for each in recipe.results]
-    others = [like.new_empty(shape, dtype=dtype) for shape, dtype in recipe.others]
+    made = [each and like.new_empty_strided(each[0], each[1], dtype=each[2]) for each in recipe.results]
+    others = [like.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in recipe.others]
     known = *addresses, *[0 if each is None else each.data_ptr() for each in (*made, *others)], 0
     stream = torch._C._cuda_getCurrentRawStream(device)
     for prepared, scalars, places in recipe.calls:
@@ -112,7 +112,7 @@ def _recipe_of(calls: list[Any], addresses: tuple[int, ...], made: list[Tensor],
     known = [*addresses, *[0 if each is None else each.data_ptr() for each in made]]
     place_of = {address: place for place, address in enumerate(known) if address}
     sizes = {each.data_ptr(): each.nbytes for each in made if each is not None}
-    is_plain = all(each is None or (each.is_contiguous() and each.nbytes) for each in made)
+    is_plain = all(each is None or (each.nbytes and _is_dense(each)) for each in made)
     if not is_plain or len(place_of) != len(known) - known.count(0):
         return None
     others, steps = list[_Form](), []
@@ -126,11 +126,17 @@ def _recipe_of(calls: list[Any], addresses: tuple[int, ...], made: list[Tensor],
             size = math.prod(new.shape) * new.dtype.itemsize
             if used[i] not in place_of:
                 place_of[used[i]], sizes[used[i]] = len(known) + len(others), size
-                others.append((new.shape, getattr(torch, new.dtype.name)))
+                strides = [math.prod(new.shape[axis:]) for axis in range(1, len(new.shape) + 1)]
+                others.append((new.shape, (*strides,), getattr(torch, new.dtype.name)))
             elif sizes.get(used[i]) != size:  # memory that was freed, and allocated again for a tensor of another size
                 return None
         if not place_of.keys() >= {*used} - {0}:
             return None
         steps.append((prepared, scalars, tuple([place_of.get(address, -1) for address in used])))
-    results = tuple([None if each is None else ((*each.shape,), each.dtype) for each in made])
+    results = tuple([None if each is None else ((*each.shape,), each.stride(), each.dtype) for each in made])
     return _Recipe(cache.generation, results, tuple(others), constant, tuple(steps)) if steps else None
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor has no gaps: it is contiguous, or a transposed matrix that is."""
+    return bool(tensor.is_contiguous() or (tensor.dim() == 2 and tensor.t().is_contiguous()))
