@@ -42,8 +42,8 @@ def aligned(size: int) -> int:
 class StreamMemory:
     """A workspace of fixed size and two growing buffers, which belong to one stream and are never shared by two.
 
-    Memory is freed only by `release`, because a captured graph may hold the address. A buffer at least doubles when it
-    grows, so that its outgrown predecessors together are no larger than the buffer itself.
+    Memory is freed only by `release`, because a captured graph may hold the address. A buffer grows at
+    least by half, so that its outgrown predecessors together are at most twice as large as the buffer itself.
 
     Attributes:
         stream: handle of the stream.

@@ -57,8 +57,8 @@ AUTOGRAD_THREAD: Final = "lt_runtime autograd"
 
 
 Shape: TypeAlias = tuple[int, ...]
-MadeCall: TypeAlias = tuple[Any, tuple[int, ...], Any]
-"""A call that was made by its `PreparedCall`: that object, the addresses of the arrays, and the scalars."""
+MadeCall: TypeAlias = tuple[Any, tuple[int, ...], Any, Sequence[Any]]
+"""A call that was made by its `PreparedCall`: that object, the addresses of the arrays, the scalars, and the arrays."""
 _recording: Final[ContextVar[list[MadeCall | None] | None]] = ContextVar("lt_runtime_recording", default=None)
 
 
@@ -137,6 +137,8 @@ class PreparedCall:
         generation: `cache.generation` before the plan was looked up. Forgetting plans replaces `cache.generation`,
             which invalidates prepared calls of earlier generations.
         makers: for each of the request's new arrays, the function that `Library.maker` returned.
+        makes_like_first: whether the new arrays are of the first operand's library, whose current stream a call without
+            a stream runs on.
     """
 
     operation: Operation
@@ -146,6 +148,7 @@ class PreparedCall:
     sizes: tuple[int, ...]
     generation: object
     makers: tuple[Callable[[], Any], ...] = ()
+    makes_like_first: bool = True
     _overlaps: list[tuple[int, list[tuple[int, int, int]]]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -312,10 +315,11 @@ def perform(
             if prepared is not None and prepared.generation is cache.generation:
                 filled: Sequence[Any] = arrays
                 if prepared.makers:
-                    filled, addresses = prepared.make(arrays, addresses, None if stream is None else handle)
+                    is_current_stream = stream is None and prepared.makes_like_first
+                    filled, addresses = prepared.make(arrays, addresses, None if is_current_stream else handle)
                 if repeat(prepared, addresses, scalars, handle):
                     if (calls := _recording.get()) is not None:
-                        calls.append((prepared, addresses, scalars))
+                        calls.append((prepared, addresses, scalars, filled))
                     return operation.result(prepared, filled, scalars)
     if (calls := _recording.get()) is not None:
         calls.append(None)
@@ -515,7 +519,8 @@ def prepare(
     request = operation.with_saved(request, plan, operands)
     sizes = tuple([0 if operand is None else operand.extent * operand.itemsize for operand in operands])
     makers = tuple([each.library.maker(each.shape, each.dtype, device) for each in request.new.values()])
-    return PreparedCall(operation, device, request, plan, sizes, generation, makers)
+    makes_like_first = all(each.library is present[0].library for each in request.new.values())
+    return PreparedCall(operation, device, request, plan, sizes, generation, makers, makes_like_first)
 
 
 def addresses_of(operands: Sequence[Operand | None]) -> tuple[int, ...]:

@@ -241,7 +241,8 @@ class _OnGpu(torch.autograd.Function):
         made, (layers, places) = repeated((_OnGpu, options), operands, lambda: _kept_of(options, operands))
         ctx.layers, ctx.is_tuning = layers, is_tuning()
         kept_x = x if count > 1 or ctx.needs_input_grad[4] else None
-        saved = [None if place is None else made[place] for place in places]
+        # A hidden layer's output is kept once, as the next layer's input.
+        saved = [None if place is None or place < count - 1 else made[place] for place in places]
         ctx.save_for_backward(key, *parameters[::2], kept_x, *made[: count - 1], *saved)
         return made[count - 1]
 
@@ -281,7 +282,9 @@ def _gradients_of(layers: tuple[Layer, ...], wanted: Needs, dy: Tensor, kept: Te
     for i, weight in enumerate(weights):
         if wanted[1 + 2 * i] and not weight.is_contiguous():
             outs[1 + 2 * i] = torch.empty_like(weight)
-    return _descend(as_rows(dy), xs, weights, kept[2 * count :], layers, key, wanted, outs)
+    pairs = zip(layers, [*xs[1:], None], kept[2 * count :], strict=True)
+    saved = [x if layer.saved_as is Saved.OUTPUT and each is None else each for layer, x, each in pairs]
+    return _descend(as_rows(dy), xs, weights, saved, layers, key, wanted, outs)
 
 
 _apply_on_gpu: Final = applied(_OnGpu, "linear")

@@ -41,7 +41,7 @@ class Operator:
     def __init__(self) -> None:
         self.computed, self.launched = 0, list[Any]()
         self.prepared = prepared()
-        self.calls: Callable[..., list[Any]] = lambda *arrays: [(self.prepared, addresses_of(*arrays), SCALARS)]
+        self.calls: Callable[..., list[Any]] = lambda *arrays: [made_call(self.prepared, *arrays)]
         self.results: Callable[[], list[Any]] = lambda: [tensor(4, 8)]
 
     def __call__(self, x: Any, w: Any, *key: Any) -> list[Any]:
@@ -57,8 +57,14 @@ class Operator:
         return made
 
 
-def prepared(*new: tuple[int, New], dropouts: Any = None) -> Any:
-    return SimpleNamespace(request=SimpleNamespace(dropouts=dropouts, new=dict(new)))
+def prepared(*new: tuple[int, New], written: tuple[int, ...] = (2,), dropouts: Any = None) -> Any:
+    """A prepared call of (x, w, y), unless `written` names other arrays than the third."""
+    request = SimpleNamespace(dropouts=dropouts, new=dict(new), written=written)
+    return SimpleNamespace(request=request, generation=cache.generation)
+
+
+def made_call(prepared_call: Any, *arrays: Any) -> Any:
+    return prepared_call, addresses_of(*arrays), SCALARS, arrays
 
 
 def dropping(step: int) -> Any:
@@ -82,6 +88,7 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
         made.launched.append(launch)
         return True
 
+    repeats._recipes.clear()
     monkeypatch.setattr(repeats, "repeat", repeat)
     monkeypatch.setattr(repeats, "is_current", lambda device: True)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
@@ -103,9 +110,9 @@ def test_later_calls_launch_what_the_first_one_recorded(operator: Operator) -> N
 
 def test_memory_between_two_calls_is_allocated_as_well(operator: Operator) -> None:
     between = New((4, 32), np.dtype(np.float32), None)  # type: ignore[arg-type]
-    first, second = prepared((1, between)), prepared()
+    first, second = prepared((1, between), written=()), prepared(written=(3,))
     h = tensor(4, 32)
-    operator.calls = lambda x, w, y: [(first, addresses_of(x, h), ()), (second, addresses_of(h, w, None, y), ())]
+    operator.calls = lambda x, w, y: [made_call(first, x, h), made_call(second, h, w, None, y)]
     operator(*operands())
     x, w = operands()
     (y,) = operator(x, w)
@@ -124,6 +131,23 @@ def test_masks_are_drawn_by_the_step_of_the_present_call(operator: Operator) -> 
     operator(x, w)
     ((_, _, states, _),) = operator.launched
     assert states == [DropoutState(60000, Philox(3, 1), w.data_ptr()), None]
+
+
+def test_memory_between_calls_lives_from_its_first_to_its_last_call(operator: Operator) -> None:
+    between = New((4, 32), np.dtype(np.float32), None)  # type: ignore[arg-type]
+    makes, reads, h, g = prepared((1, between), written=()), prepared(written=(1,)), tensor(4, 32), tensor(4, 32)
+    operator.calls = lambda x, w, y: [
+        made_call(makes, x, h), made_call(makes, h, g), made_call(reads, g, y), made_call(reads, x, y)
+    ]  # fmt: skip
+    operator(*operands())
+    ((recipe,),) = [[*repeats._recipes.values()]]
+    assert [(step.first, step.last) for step in recipe.steps] == [((0,), ()), ((1,), (0,)), ((), (1,)), ((), ())]
+
+
+def test_errors_are_those_of_the_computation(operator: Operator) -> None:
+    for x, *key in ((tensor(4, 16), ["relu"]), (torch.eye(4, 16).to_sparse(),)):
+        operator(x, tensor(16, 8), *key)
+    assert operator.computed == 2
 
 
 @contextlib.contextmanager
@@ -168,8 +192,11 @@ def test_some_states_need_a_computation(operator: Operator, state: str) -> None:
 
 
 KEPT = tensor(64)
+PART = New((4, 9), np.dtype(np.float32), None)  # type: ignore[arg-type]
 UNKNOWN: dict[str, Callable[[Operator], None]] = {
-    "other memory": lambda op: setattr(op, "calls", lambda x, w, y: [(prepared(), addresses_of(x, KEPT, y), ())]),
+    "other memory": lambda op: setattr(op, "calls", lambda x, w, y: [made_call(prepared(), x, KEPT, y)]),
+    "memory of a later result": lambda op: setattr(op, "calls", lambda x, w, y: [made_call(prepared(), y, w, x)]),
+    "a result that no call writes": lambda op: setattr(op, "calls", lambda x, w, y: [made_call(prepared(), x, w, x)]),
     "a dropout step of the host": lambda op: setattr(op, "prepared", dropping(0)),
     "a dropout step elsewhere": lambda op: setattr(op, "prepared", dropping(KEPT.data_ptr())),
     "no call": lambda op: setattr(op, "calls", lambda x, w, y: []),
@@ -177,12 +204,10 @@ UNKNOWN: dict[str, Callable[[Operator], None]] = {
     "a view": lambda op: setattr(op, "results", lambda: [tensor(4, 16)[:, :8]]),
     "an empty result": lambda op: setattr(op, "results", lambda: [tensor(0, 8)]),
     "one address twice": lambda op: setattr(op, "results", lambda: [KEPT[:32].view(4, 8), KEPT[:8]]),
-    "freed memory in another size": lambda op: setattr(
-        op,
-        "calls",
-        lambda x, w, y: [(prepared((1, New((4, 9), np.dtype(np.float32), None))), addresses_of(x, y), ())],  # type: ignore[arg-type]
+    "a part of new memory": lambda op: setattr(
+        op, "calls", lambda x, w, y: [made_call(prepared((1, PART), written=()), x, y)]
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", UNKNOWN)

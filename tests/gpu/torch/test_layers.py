@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 from functools import partial
@@ -96,6 +97,21 @@ def test_repeated_calls_read_their_own_operands(activation: Any, compiled: bool)
                 assert (found.double() - right).norm() < 0.1 * right.norm()  # operands of another call give above 1
     known = {key[0] for key, recipe in repeats._recipes.items() if recipe is not None}
     assert len(known) >= 2  # operators whose calls were repeated
+
+
+@pytest.mark.parametrize("dims", [[64, 256, 64], [64, 96, 96, 64]])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_repeated_calls_copy_operands_that_cannot_be_read_in_place(dims: list[int], activation: Any) -> None:
+    model = ltt.MLP(dims, activation, device="cuda", dtype=torch.bfloat16)
+    exact = copy.deepcopy(model).cpu().double()
+    for _ in range(6):
+        x = torch.randn(8, 64, 12, device="cuda", dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
+        double = x.detach().cpu().double().requires_grad_()
+        y, right = model(x), exact(double)
+        found = [y, *torch.autograd.grad(y.sum(), [x, *model.parameters()])]  # the gradient of y has strides of 0
+        wanted = [right, *torch.autograd.grad(right.sum(), [double, *exact.parameters()])]
+        for our, true in zip(found, wanted, strict=True):
+            assert (our.detach().cpu().double() - true).norm() < 0.1 * true.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
