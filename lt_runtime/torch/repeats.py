@@ -87,10 +87,8 @@ def repeated(key: Any, operands: Tensors, compute: Callable[[], Made]) -> Made:
         forms, addresses = signature
         whole = *key, forms, compute_of(operands[0].dtype)
         recipe = _recipes.get(whole, _UNKNOWN)
-    except (
-        TypeError,
-        RuntimeError,
-    ):  # An option is not hashable, or an operand is sparse: `compute` raises an LtError.
+    except (TypeError, RuntimeError):
+        # An option is not hashable, or an operand is sparse. `compute` raises an LtError that says so.
         return compute()
     if recipe.generation is not cache.generation:
         if recipe is not _UNKNOWN or len(_recipes) >= _MOST:
