@@ -27,6 +27,17 @@ struct ClassChunkParams {
   float elsewhere;  // probability that the smoothed label gives to every class
 };
 
+__device__ inline float max_over_block(float value, float* scratch) {
+#pragma unroll
+  for (int step = kWarp / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFF, value, step));
+  if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = value;
+  __syncthreads();
+  float max = scratch[0];
+  for (uint32 warp = 1; warp < blockDim.x / kWarp; ++warp) max = fmaxf(max, scratch[warp]);
+  __syncthreads();
+  return max;
+}
+
 // log(exp(a) + exp(b)); NaN if a or b is NaN.
 __device__ inline float log_add(float a, float b) {
   const float low = a > b ? b : a, high = a > b ? a : b;

@@ -44,24 +44,6 @@ __device__ inline float sum_over_block(float value, float* scratch) {
   return sum;
 }
 
-// Returns the maximum over a warp, in every lane.
-__device__ inline float max_over_warp(float value) {
-#pragma unroll
-  for (int step = kWarp / 2; step > 0; step /= 2) value = fmaxf(value, __shfl_xor_sync(0xFFFFFFFF, value, step));
-  return value;
-}
-
-// Returns the maximum over a block, in every thread. `scratch` is used as in `sum_over_block`.
-__device__ inline float max_over_block(float value, float* scratch) {
-  const uint32 lane = threadIdx.x % kWarp;
-  value = max_over_warp(value);
-  if (lane == 0) scratch[threadIdx.x / kWarp] = value;
-  __syncthreads();
-  const float max = max_over_warp(scratch[lane < blockDim.x / kWarp ? lane : 0]);
-  __syncthreads();
-  return max;
-}
-
 // Adds up every blockDim.x-th of `count` partial sums that other blocks have written, from the calling thread's on.
 __device__ inline float sum_of_parts(const float* partial, uint32 count) {
   constexpr int kInFlight = 8;

@@ -33,7 +33,8 @@ def exact(tensor: Any, scale: float, dtype: Any = torch.float8_e4m3fn) -> Any:
 
 
 def test_repeated_steps_are_not_planned_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = ltt.Linear(512, 256, activation="gelu", precision="fp8", device="cuda", dtype=torch.bfloat16)
+    precision = lt.FP8(fallback=False)  # this layer is too small to be faster in FP8
+    layer = ltt.Linear(512, 256, activation="gelu", precision=precision, device="cuda", dtype=torch.bfloat16)
     x, optimizer = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16), ltt.AdamW(layer.parameters())
     planned, original = list[str](), call._cold_call
 
@@ -47,7 +48,6 @@ def test_repeated_steps_are_not_planned_anew(monkeypatch: pytest.MonkeyPatch) ->
         optimizer.zero_grad()
         layer(x).float().square().mean().backward()
         optimizer.step()
-    assert layer.scales.fallback is None
     assert not planned[before:]
 
 
