@@ -96,11 +96,12 @@ def before_first_use(problem: Remembered, device: int, stream: Callable[[], int]
         return False
     is_wanted = asked_for.get() or setting(TUNE_VARIABLE) == "first-use"
     is_new = is_wanted and not _is_switched_off.get() and (problem, device) not in _seen
-    has_unproven = plan_store(device).has_unproven
+    # The other problems, a fused MLP and a choice of the precision, have no algorithms of their own to verify.
+    has_unproven = isinstance(problem, Problem) and plan_store(device).has_unproven
     if not (is_new or has_unproven) or is_captured(stream()):
         return False
     with _one_at_a_time:
-        if has_unproven:
+        if isinstance(problem, Problem) and has_unproven:
             _prove(problem, device)
         if is_new and not is_measured(problem, device):
             from lt_runtime.tuner.chain import LayerChain
@@ -164,12 +165,8 @@ def _is_known(chain: Tunable, device: int) -> bool:
     return all(is_measured(each, device) for each in problems)
 
 
-def _prove(problem: Remembered, device: int) -> None:
+def _prove(problem: Problem, device: int) -> None:
     """Verifies other machines' algorithms for the products of a problem's plan."""
-    if not isinstance(
-        problem, Problem
-    ):  # a fused MLP, or a choice of the precision, has no cuBLASLt algorithms of its own to verify
-        return
 
     def choose(product: MatmulProblem, on: int) -> AlgorithmPlan:
         store, key = plan_store(on), problem_key(product)

@@ -91,6 +91,7 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
     repeats._recipes.clear()
     monkeypatch.setattr(repeats, "repeat", repeat)
     monkeypatch.setattr(repeats, "is_current", lambda device: True)
+    monkeypatch.setattr(repeats, "_empty", torch._C._dynamo.guards._empty_strided_cpu)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     return made
 
