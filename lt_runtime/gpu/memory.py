@@ -42,8 +42,8 @@ def aligned(size: int) -> int:
 class StreamMemory:
     """A workspace of fixed size and two growing buffers, which belong to one stream and are never shared by two.
 
-    Memory is freed only by `release`, because a captured graph may hold the address. A buffer grows at
-    least by half, so that its outgrown predecessors together are at most twice as large as the buffer itself.
+    Memory is freed only by `release`, because a captured graph may hold the address. A buffer grows by at least half
+    its size, so that its outgrown predecessors together are at most twice as large as the buffer itself.
 
     Attributes:
         stream: handle of the stream.
@@ -95,7 +95,6 @@ class StreamMemory:
     def _at_least(self, name: str, size: int) -> int:
         address, available = self._buffers.get(name, (0, 0))
         if size > available:
-            # Old buffers stay, because graphs may use them: together they are at most twice as large as the new one.
             grown = max(aligned(size), aligned(available * 3 // 2), _MIN_SCRATCH)
             address = self._allocate(grown)
             self._buffers[name] = address, grown

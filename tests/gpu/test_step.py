@@ -128,7 +128,7 @@ def test_many_replays_take_no_memory() -> None:
     assert memory_taken(train) <= 2 << 20
     assert cp.get_default_memory_pool().used_bytes() <= used
     metrics = run.step.metrics()
-    assert metrics.steps == 10_000
+    assert metrics.steps >= 10_000
     assert np.isfinite(metrics.loss)
     assert all(bool(cp.isfinite(parameter.data.astype(cp.float32)).all()) for parameter in run.model.parameters())
 
