@@ -38,10 +38,12 @@ class _Step(NamedTuple):
     """A prepared call of a recipe.
 
     Attributes:
-        scalars: the call's scalars. Those of a call with dropout are states, whose `step_address` is a place.
-        places: for each array of the call its place: an index into the addresses of the operands, then of the results,
-            then of the recipe's other tensors; -1 for an absent array.
-        first, last: the other tensors, by their numbers, that no earlier and no later call takes.
+        scalars: the call's scalars; None if it reads none. Those of a call with dropout are states, whose
+            `step_address` is a place.
+        places: for each array of the call its place: an index into the addresses of the operands, then of the tensors
+            that the recipe makes; -1 for an absent array.
+        first: numbers of the tensors that no earlier call takes, which are allocated before this call.
+        last: numbers of the tensors that no later call takes and that are no results, which are freed after this call.
     """
 
     prepared: Any
@@ -56,22 +58,23 @@ class _Recipe(NamedTuple):
 
     Attributes:
         generation: the plan cache's; see `cache.generation`.
-        results: the forms of the results; None for an absent one.
-        others: the forms of tensors that one call writes and a later one reads.
+        forms: a `_Form` for each tensor that the recipe makes: the results, None for an absent one, then the tensors
+            that one call writes and a later one reads.
+        results: the number of results.
         constant: the second item of `Made`.
         steps: the calls; none if the operator cannot be repeated by its calls alone.
     """
 
     generation: object
-    results: tuple[_Form | None, ...] = ()
-    others: tuple[_Form, ...] = ()
+    forms: tuple[Any, ...] = ()
+    results: int = 0
     constant: Any = None
     steps: tuple[_Step, ...] = ()
 
 
 _UNKNOWN: Final = _Recipe(None)
 _recipes: Final[dict[Any, _Recipe]] = {}
-"""Recipes by operator, options and forms of the operands."""
+"""Recipes by operator, options, forms of the operands, and which of them have the same address."""
 
 
 def repeated(key: Any, operands: Tensors, compute: Callable[[], Made]) -> Made:
@@ -85,15 +88,18 @@ def repeated(key: Any, operands: Tensors, compute: Callable[[], Made]) -> Made:
         return compute()
     try:
         signature = signature_of((*operands,))
-        if signature is None:
-            return compute()
-        forms, addresses = signature
-        whole = *key, forms, compute_of(operands[0].dtype)
-        recipe = _recipes.get(whole, _UNKNOWN)
+        if signature is not None:
+            forms, addresses = signature
+            same = tuple(map(addresses.index, addresses)) if len({*addresses}) < len(addresses) else None
+            whole = *key, forms, compute_of(operands[0].dtype), same
+            recipe = _recipes.get(whole, _UNKNOWN)
     except (TypeError, RuntimeError):
-        # An option is not hashable, or an operand is sparse. `compute` raises an LtError that says so.
+        signature = None  # An option is not hashable, or an operand is sparse: `compute` raises an LtError.
+    if signature is None:
         return compute()
     if recipe.generation is not cache.generation:
+        if torch.cuda.is_current_stream_capturing():
+            return compute()  # The tensors that recording keeps would enlarge the memory of the graph.
         if recipe is not _UNKNOWN or len(_recipes) >= _MOST:
             _recipes.clear()
         return _recorded(whole, addresses, compute)
@@ -105,64 +111,73 @@ def _launched(recipe: _Recipe, device: int, addresses: tuple[int, ...]) -> list[
     """Runs a recipe; returns None if operands overlap, or if another device is current in this thread."""
     if not is_current(device):
         return None
-    made = [each and _empty(*each) for each in recipe.results]
-    others: list[Any] = [None] * len(recipe.others)
-    known = [*addresses, *[0 if each is None else each.data_ptr() for each in made], *[0] * len(others), 0]
-    stream, start = torch._C._cuda_getCurrentRawStream(device), len(known) - 1 - len(others)
+    made: list[Any] = [None] * len(recipe.forms)
+    known, start = [*addresses, *[0] * len(made), 0], len(addresses)
+    stream = torch._C._cuda_getCurrentRawStream(device)
     for prepared, scalars, places, first, last in recipe.steps:
         for i in first:
-            others[i] = _empty(*recipe.others[i])
-            known[start + i] = others[i].data_ptr()
+            made[i] = _empty(*recipe.forms[i])
+            known[start + i] = made[i].data_ptr()
         if prepared.request.dropouts is not None:
             scalars = [each and DropoutState(each.threshold, each.philox, known[each.step_address]) for each in scalars]
         if not repeat(prepared, tuple([known[place] for place in places]), scalars, stream):
             return None
         for i in last:
-            others[i] = None
-    return made
+            made[i] = None
+    return made[: recipe.results]
 
 
 def _recorded(key: Any, addresses: tuple[int, ...], compute: Callable[[], Made]) -> Made:
-    """Runs an operator, and keeps its recipe unless one of its calls had to be planned first."""
+    """Runs an operator, and keeps its recipe unless one of its calls had to be planned first.
+
+    Recording keeps all tensors that the calls make. If memory does not suffice for that, the operator runs once more
+    without it.
+    """
     generation = cache.generation
-    with made_calls() as calls:
-        made, constant = compute()
-    if None not in calls and all(call[0].generation is generation for call in calls if call):
-        found = _recipe_of(calls, addresses, made)
-        _recipes[key] = (
-            _Recipe(generation) if found is None else found._replace(generation=generation, constant=constant)
-        )
-    return made, constant
+    try:
+        with made_calls() as calls:
+            made, constant = compute()
+    except torch.OutOfMemoryError:
+        calls.clear()
+    else:
+        if None not in calls and all(call[0].generation is generation for call in calls if call):
+            found = _recipe_of(calls, addresses, made) or _UNKNOWN
+            _recipes[key] = found._replace(generation=generation, constant=constant)
+        return made, constant
+    return compute()
 
 
 def _recipe_of(calls: Sequence[Any], addresses: tuple[int, ...], made: list[Tensor]) -> _Recipe | None:
     """The recipe of an operator that has made these calls and no others; None if they do not determine the results.
 
-    That is so if a call reads memory that is none of the operator's tensors or is not written yet, or if two tensors
-    have one address, so that it does not tell which of them a call takes. The arrays of all calls still exist, so that
-    no address is that of two of them.
+    That is so if a call reads memory that is none of the operator's tensors or is not written yet, or if a result has
+    the address of another tensor, so that the address does not tell which of them a call takes. The arrays of all calls
+    still exist, so that no address is that of two of them.
     """
     known = [*addresses, *[0 if each is None else each.data_ptr() for each in made]]
     place_of = {address: place for place, address in enumerate(known) if address}
-    is_plain = all(each is None or (each.nbytes and _is_dense(each)) for each in made)
-    if not is_plain or len(place_of) != len(known) - known.count(0):
+    forms: list[_Form | None] = [each if each is None else ((*each.shape,), each.stride(), each.dtype) for each in made]
+    results = [each for each in made if each is not None]
+    if not all(map(_is_plain, results)) or len(place_of) != len({*addresses} - {0}) + len(results):
         return None
-    sizes = {each.data_ptr(): each.nbytes for each in made if each is not None}
-    written, others, steps = {*addresses, 0}, list[_Form](), list[tuple[Any, Any, tuple[int, ...]]]()
+    sizes = {each.data_ptr(): each.nbytes for each in results}
+    written, steps = {*addresses, 0}, list[tuple[Any, Any, tuple[int, ...]]]()
     for prepared, used, scalars, _ in calls:
         request = prepared.request
         for i, new in request.new.items():
             size = math.prod(new.shape) * new.dtype.itemsize
             if used[i] not in place_of:
-                place_of[used[i]] = len(known) + len(others)
-                others.append((new.shape, _packed_strides(new.shape), getattr(torch, new.dtype.name)))
+                place_of[used[i]] = len(addresses) + len(forms)
+                forms.append((new.shape, _packed_strides(new.shape), getattr(torch, new.dtype.name)))
             elif sizes.get(used[i]) != size:  # the result is a part of the memory that the call allocates
                 return None
         if request.dropouts is not None:
             states = prepared.operation.call(prepared, used, scalars, 0).dropouts
-            if not all(each is None or each.step_address in addresses for each in states):
+            if not all(each is None or (each.step_address or -1) in addresses for each in states):
                 return None
             scalars = [each and replace(each, step_address=place_of[each.step_address]) for each in states]
+        elif not prepared.operation.is_scaled:
+            scalars = None  # may hold sources of masks that the call does not draw, which would keep their steps alive
         writes = {used[i] for i in (*request.written, *request.new)}
         if not written >= {*used} - writes:
             return None
@@ -170,22 +185,23 @@ def _recipe_of(calls: Sequence[Any], addresses: tuple[int, ...], made: list[Tens
         steps.append((prepared, scalars, tuple([place_of.get(address, -1) for address in used])))
     if not written >= {*known} or not place_of.keys() >= written - {0}:
         return None
-    results = tuple([None if each is None else ((*each.shape,), each.stride(), each.dtype) for each in made])
-    return _Recipe(None, results, tuple(others), None, tuple(_with_lives(steps, len(known), len(others))))
+    places = range(len(addresses), len(addresses) + len(forms))
+    return _Recipe(None, tuple(forms), len(made), None, tuple(_with_lives(steps, places, len(made))))
 
 
-def _with_lives(steps: Sequence[tuple[Any, Any, tuple[int, ...]]], start: int, count: int) -> Iterator[_Step]:
-    """Adds to each call which of the `count` other tensors, whose places begin at `start`, it takes first and last."""
-    takers = [[at for at, (_, _, places) in enumerate(steps) if start + i in places] for i in range(count)]
+def _with_lives(steps: Sequence[tuple[Any, Any, tuple[int, ...]]], places: range, results: int) -> Iterator[_Step]:
+    """Adds to each call which tensors it takes first and last; the first of the tensors at `places` are the results."""
+    takers = [[at for at, step in enumerate(steps) if place in step[2]] for place in places]
     for at, step in enumerate(steps):
-        first, last = (tuple(i for i, each in enumerate(takers) if each[end] == at) for end in (0, -1))
-        yield _Step(*step, first, last)
+        first, last = (tuple(i for i, each in enumerate(takers) if each and each[end] == at) for end in (0, -1))
+        yield _Step(*step, first, tuple(i for i in last if i >= results))
 
 
 def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))
 
 
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor has no gaps: it is contiguous, or a transposed matrix that is."""
-    return bool(tensor.is_contiguous() or (tensor.dim() == 2 and tensor.t().is_contiguous()))
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has elements and no gaps: it is contiguous, or a transposed matrix that is."""
+    is_transposed = tensor.dim() == 2 and tensor.t().is_contiguous()
+    return bool(tensor.nbytes and (is_transposed or tensor.is_contiguous()))

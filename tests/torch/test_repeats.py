@@ -60,7 +60,8 @@ class Operator:
 def prepared(*new: tuple[int, New], written: tuple[int, ...] = (2,), dropouts: Any = None) -> Any:
     """A prepared call of (x, w, y), unless `written` names other arrays than the third."""
     request = SimpleNamespace(dropouts=dropouts, new=dict(new), written=written)
-    return SimpleNamespace(request=request, generation=cache.generation)
+    operation = SimpleNamespace(is_scaled=True)
+    return SimpleNamespace(request=request, generation=cache.generation, operation=operation)
 
 
 def made_call(prepared_call: Any, *arrays: Any) -> Any:
@@ -71,7 +72,7 @@ def dropping(step: int) -> Any:
     """A prepared call with dropout, whose step is at the address `step`; 0 for a step of the host."""
     made = prepared(dropouts=(0.1, 0.0))
     states = DropoutState(60000, Philox(3, 1), step), None
-    made.operation = SimpleNamespace(call=lambda *arguments: SimpleNamespace(dropouts=states))
+    made.operation.call = lambda *arguments: SimpleNamespace(dropouts=states)
     return made
 
 
@@ -92,6 +93,7 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
     monkeypatch.setattr(repeats, "repeat", repeat)
     monkeypatch.setattr(repeats, "is_current", lambda device: True)
     monkeypatch.setattr(repeats, "_empty", torch._C._dynamo.guards._empty_strided_cpu)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     return made
 
@@ -142,7 +144,49 @@ def test_memory_between_calls_lives_from_its_first_to_its_last_call(operator: Op
     ]  # fmt: skip
     operator(*operands())
     ((recipe,),) = [[*repeats._recipes.values()]]
-    assert [(step.first, step.last) for step in recipe.steps] == [((0,), ()), ((1,), (0,)), ((), (1,)), ((), ())]
+    assert [(step.first, step.last) for step in recipe.steps] == [((1,), ()), ((2,), (1,)), ((0,), (2,)), ((), ())]
+
+
+def test_operands_may_be_one_tensor(operator: Operator) -> None:
+    x, other = tensor(16, 16), tensor(16, 16)
+    operator(x, x)
+    operator(x, other)
+    assert operator.computed == 2
+    (y,) = operator(other, other)
+    assert operator.computed == 2
+    assert operator.launched == [(operator.prepared, addresses_of(other, other, y), SCALARS, STREAM)]
+
+
+def test_a_recipe_keeps_no_scalars_that_its_calls_do_not_read(operator: Operator) -> None:
+    operator.prepared.operation.is_scaled = False
+    operator(*operands())
+    operator(*operands())
+    assert operator.launched[0][2] is None
+
+
+def test_a_capture_records_nothing(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        operator(*operands())
+    assert not repeats._recipes
+    operator(*operands())
+    assert operator.computed == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        operator(*operands())
+    assert operator.computed == 2
+
+
+def test_without_memory_for_a_record_the_operator_runs_without_one(operator: Operator) -> None:
+    def calls(*arrays: Any) -> list[Any]:
+        operator.calls = lambda *_: []
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    operator.calls = calls
+    (y,) = operator(*operands())
+    assert y.shape == (4, 8)
+    assert operator.computed == 2
+    assert not repeats._recipes
 
 
 def test_errors_are_those_of_the_computation(operator: Operator) -> None:
