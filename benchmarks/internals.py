@@ -7,6 +7,7 @@ functions, so that with `--ours` a suite runs on other versions of the package.
 from __future__ import annotations
 
 import contextlib
+import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -21,7 +22,7 @@ from lt_runtime.fp8 import Prologue
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.graphs import Graph
-from lt_runtime.gpu.memory import stream_memory
+from lt_runtime.gpu.memory import release, stream_memory
 from lt_runtime.gpu.streams import private_stream
 from lt_runtime.kernels.call import Call as KernelCall
 from lt_runtime.kernels.call import DropoutState
@@ -217,12 +218,30 @@ def sums_of(step: lt.TrainStep, stream: Any) -> Callable[[], float]:
     return timed(partial(graph.launch, stream.ptr), 1, stream)
 
 
-def memory_of_step(step: lt.TrainStep) -> int:
-    """Bytes that a captured step holds: the memory pool of its graphs, and the scratch buffers of their streams."""
-    memory = stream_memory(DEVICE, private_stream(DEVICE, "training"))
-    streams = [memory] if memory._branch is None else [memory, memory._branch]
-    gpu: Any = step._gpu
-    return int(gpu._pool.total_bytes()) + sum(size for each in streams for _, size in each._buffers.values())
+@contextlib.contextmanager
+def own_training_stream() -> Iterator[Callable[[lt.TrainStep], int]]:
+    """Within a `with` block steps are captured from a stream of their own, so that they share no memory with others.
+
+    Its memory is freed at the end of the block: no step of the block may exist any more.
+
+    Yields:
+        A function that returns the bytes that a step holds: the memory pool of its graphs, and the stream's scratch.
+    """
+    stream, original = private_stream(DEVICE, "training, measured"), captured.private_stream
+
+    def held(step: lt.TrainStep) -> int:
+        memory, gpu = stream_memory(DEVICE, stream), step._gpu
+        streams = [memory] if memory._branch is None else [memory, memory._branch]
+        assert gpu is not None
+        return int(gpu._pool.total_bytes()) + sum(size for each in streams for _, size in each._buffers.values())
+
+    captured.private_stream = lambda device, name: stream
+    try:
+        yield held
+    finally:
+        captured.private_stream = original
+        gc.collect()
+        release(DEVICE, stream)
 
 
 # The suite `tuning`: plans in a process that finds every problem measured.

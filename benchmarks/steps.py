@@ -8,6 +8,7 @@ and the batch's copy.
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import math
 import random
@@ -278,14 +279,18 @@ def memory_of(case: StepCase, stream: Any) -> int:
     """Bytes on the GPU of a model, its optimizer and a step that is captured with the plan cache's present entries."""
     import cupy as cp
 
-    from benchmarks.internals import memory_of_step
+    from benchmarks.internals import own_training_stream
 
+    gc.collect()  # frees what earlier contenders have left, which would otherwise be freed during the measurement
     pool = cp.get_default_memory_pool()
     before = pool.used_bytes()
-    setup = Setup(case, stream)
-    step = setup.step()
-    setup.calls(step)(1)
-    return int(pool.used_bytes() - before - setup.extra_bytes) + memory_of_step(step)
+    with own_training_stream() as held:
+        setup = Setup(case, stream)
+        step = setup.step()
+        setup.calls(step)(1)
+        found = int(pool.used_bytes() - before - setup.extra_bytes) + held(step)
+        del setup, step
+    return found
 
 
 # Functions that measure a case and return its row of the result file.

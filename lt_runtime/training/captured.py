@@ -27,6 +27,7 @@ from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call, check, function, is_capturing, is_current
 from lt_runtime.gpu.graphs import Graph
+from lt_runtime.gpu.memory import memories, release
 from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.kernels.resize import TABLE_BYTES, Place, RowBuffers, RowsCopy, write_table
 from lt_runtime.kernels.tiling import VECTOR_BYTES
@@ -331,7 +332,8 @@ class GpuStep:
             if self._body.scales:
                 buffers.fill([(each.address, _pitch(each)) for each in batch], stream)
             with self._together():
-                self._plan(buffers, stream)
+                with _temporary_memory(self._device) if self._captures else contextlib.nullcontext():
+                    self._plan(buffers, stream)
                 if self._captures:
                     self._weights = self._weights or self._body.fp8_weights(self._device, stream)
                     if self._weights is not None and self._weights.are_read:
@@ -432,6 +434,22 @@ def _step(stream: int) -> Iterator[None]:
     """Opens the range of a step, and declares its stream to listeners."""
     with ranges.on(stream), range_of(ranges.STEP):
         yield
+
+
+@contextlib.contextmanager
+def _temporary_memory(device: int) -> Iterator[None]:
+    """Frees the workspace and the scratch memory of captured steps after a `with` block in which steps are rehearsed.
+
+    A rehearsal may need more of it than the captured step, for example to cast weights to FP8 that the update will
+    write. Nothing is freed if there has been a captured step before, because its graph uses this memory.
+    """
+    stream = private_stream(device, "training")
+    is_used = (device, stream) in memories
+    yield
+    if not is_used:
+        with relaxed_captures():
+            call("cuStreamSynchronize", stream)
+            release(device, stream)
 
 
 @contextlib.contextmanager
