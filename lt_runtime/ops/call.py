@@ -59,7 +59,9 @@ AUTOGRAD_THREAD: Final = "lt_runtime autograd"
 Shape: TypeAlias = tuple[int, ...]
 MadeCall: TypeAlias = tuple[Any, tuple[int, ...], Any, Sequence[Any]]
 """A call that was made by its `PreparedCall`: that object, the addresses of the arrays, the scalars, and the arrays."""
-_recording: Final[ContextVar[list[MadeCall | None] | None]] = ContextVar("lt_runtime_recording", default=None)
+Record: TypeAlias = Callable[[MadeCall | None], object]
+"""A function that is told of each call once it is made; None stands for a call that was planned first."""
+_recording: Final[ContextVar[Record | None]] = ContextVar("lt_runtime_recording", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,11 +320,11 @@ def perform(
                     is_current_stream = stream is None and prepared.makes_like_first
                     filled, addresses = prepared.make(arrays, addresses, None if is_current_stream else handle)
                 if repeat(prepared, addresses, scalars, handle):
-                    if (calls := _recording.get()) is not None:
-                        calls.append((prepared, addresses, scalars, filled))
+                    if (record := _recording.get()) is not None:
+                        record((prepared, addresses, scalars, filled))
                     return operation.result(prepared, filled, scalars)
-    if (calls := _recording.get()) is not None:
-        calls.append(None)
+    if (record := _recording.get()) is not None:
+        record(None)
     return _cold_call(operation, arrays, options, scalars, stream, signature)
 
 
@@ -360,12 +362,11 @@ def repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, str
 
 
 @contextlib.contextmanager
-def made_calls() -> Iterator[list[MadeCall | None]]:
-    """Records the calls that this thread makes within a `with` block; None for a call that was planned first."""
-    made: list[MadeCall | None] = []
-    token = _recording.set(made)
+def recorded_by(record: Record) -> Iterator[None]:
+    """Within a `with` block, tells a function of each call that this thread makes."""
+    token = _recording.set(record)
     try:
-        yield made
+        yield
     finally:
         _recording.reset(token)
 

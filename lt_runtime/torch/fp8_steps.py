@@ -163,7 +163,7 @@ def copies_for(optimizer: Any, *, captures: bool, is_fixed: bool) -> list[tuple[
 
 def _layers_of(optimizer: Any) -> Iterator[Any]:
     """The layers in FP8 whose scales an optimizer's step sets: those it trains, and those that nothing trains."""
-    held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    held = {id(each) for group in optimizer.param_groups for each in group["params"]} if layers else ()
     for layer in [*layers]:
         trained = [id(each) for each in (layer.weight, layer.bias) if each is not None and each.requires_grad]
         scales: FP8State | None = layer.scales

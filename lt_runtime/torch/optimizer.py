@@ -15,6 +15,7 @@ from lt_runtime.torch.tensors import Tensor
 from lt_runtime.torch.updates import DTYPES, MOMENTS, Bucket, HostStep, Options, Tiles, local, remember
 from lt_runtime.training.fp8_weights import are_aligned
 
+_PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
 _OTHERS: Final = ("master", "ema")
 """The names of a state's FP32 tensors besides the moments."""
 
@@ -171,8 +172,9 @@ class AdamW(torch.optim.AdamW):
             return loss
         captures = updates.is_capturing(parameters[0])
         copies = fp8_steps.copies_for(self, captures=captures, is_fixed=captures or bool(self._captured))
-        entries, updated = {layer.weight: copy.entry for layer, copy in copies}, {*parameters}
-        tiles = {each: entries[each] for each in entries.keys() & updated if are_aligned([each.grad])}
+        entries = {layer.weight: copy.entry for layer, copy in copies}
+        updated = entries.keys() & {*parameters} if entries else ()
+        tiles = {each: entries[each] for each in updated if are_aligned([each.grad])}
         prepared = self._prepared.get(self._key(parameters, tiles)) or self._prepare(parameters, tiles)
         fp8_steps.update_scales(self)
         for bucket in prepared.buckets:
@@ -193,13 +195,13 @@ class AdamW(torch.optim.AdamW):
 
     def _key(self, active: list[Tensor], tiles: Tiles) -> tuple[Any, ...]:
         """Everything that a prepared step depends on, except the addresses of gradients, which change in many steps."""
-        key: list[Any] = [(group["amsgrad"], group.get("max_norm", "shared")) for group in self.param_groups]
-        for parameter in active:
-            grad, state = local(parameter.grad), self.state.get(parameter, {})
-            strides = grad.layout is torch.strided and grad.stride()
-            addresses = [local(each).data_ptr() for each in (parameter, *state.values())]
-            key.append((grad.dtype, strides, tiles.get(parameter), *addresses))
-        return tuple(key)
+        settings = [(group["amsgrad"], group.get("max_norm", "shared")) for group in self.param_groups]
+        forms = [
+            (each.dtype, each.layout is torch.strided and each.stride()) for each in _locals([p.grad for p in active])
+        ]
+        held = [each for parameter in active for each in (parameter, *self.state.get(parameter, {}).values())]
+        addresses = map(torch.Tensor.data_ptr, _locals(held))
+        return *settings, *forms, *addresses, frozenset(tiles.items())
 
     def _prepare(self, active: list[Tensor], tiles: Tiles) -> HostStep:
         """Sorts the parameters that have gradients into buckets, and prepares the launches for their addresses."""
@@ -280,6 +282,11 @@ class AdamW(torch.optim.AdamW):
         i, j = next((i, j) for i, j in places if self.param_groups[i]["params"][j] is parameter)
         names: list[str] | None = self.param_groups[i].get("param_names")
         return names[j] if names else f"param_groups[{i}]['params'][{j}]"
+
+
+def _locals(tensors: list[Tensor]) -> list[Tensor]:
+    """`local` of each tensor."""
+    return tensors if _PLAIN.issuperset(map(type, tensors)) else [*map(local, tensors)]
 
 
 def _check_max_norm(max_norm: Any) -> None:

@@ -13,12 +13,13 @@ from dataclasses import replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lt_runtime import ranges
 from lt_runtime.arrays.libraries import signature_of
 from lt_runtime.gpu.driver import is_current
 from lt_runtime.kernels.call import DropoutState
-from lt_runtime.ops.call import made_calls, repeat
+from lt_runtime.ops.call import MadeCall, New, recorded_by, repeat
 from lt_runtime.ops.first_use import asked_for
 from lt_runtime.plans import cache
 from lt_runtime.torch.tensors import Tensor, Tensors, compute_of
@@ -41,9 +42,10 @@ class _Step(NamedTuple):
         scalars: the call's scalars; None if it reads none. Those of a call with dropout are states, whose
             `step_address` is a place.
         places: for each array of the call its place: an index into the addresses of the operands, then of the tensors
-            that the recipe makes; -1 for an absent array.
-        first: numbers of the tensors that no earlier call takes, which are allocated before this call.
-        last: numbers of the tensors that no later call takes and that are no results, which are freed after this call.
+            that the calls make; -1 for an absent array.
+        first: numbers of the made tensors that no earlier call takes, which are allocated before this call.
+        last: numbers of the made tensors that no later call takes and that are no results: they are freed after this
+            call.
     """
 
     prepared: Any
@@ -58,16 +60,15 @@ class _Recipe(NamedTuple):
 
     Attributes:
         generation: the plan cache's; see `cache.generation`.
-        forms: a `_Form` for each tensor that the recipe makes: the results, None for an absent one, then the tensors
-            that one call writes and a later one reads.
-        results: the number of results.
+        forms: the forms of the tensors that the calls make.
+        results: the results among these tensors, by their numbers; None for an absent result.
         constant: the second item of `Made`.
         steps: the calls; none if the operator cannot be repeated by its calls alone.
     """
 
     generation: object
-    forms: tuple[Any, ...] = ()
-    results: int = 0
+    forms: tuple[_Form, ...] = ()
+    results: tuple[int | None, ...] = ()
     constant: Any = None
     steps: tuple[_Step, ...] = ()
 
@@ -98,11 +99,9 @@ def repeated(key: Any, operands: Tensors, compute: Callable[[], Made]) -> Made:
     if signature is None:
         return compute()
     if recipe.generation is not cache.generation:
-        if torch.cuda.is_current_stream_capturing():
-            return compute()  # The tensors that recording keeps would enlarge the memory of the graph.
         if recipe is not _UNKNOWN or len(_recipes) >= _MOST:
             _recipes.clear()
-        return _recorded(whole, addresses, compute)
+        return _recorded(whole, operands, addresses, compute)
     made = _launched(recipe, forms[0][0], addresses) if recipe.steps else None
     return compute() if made is None else (made, recipe.constant)
 
@@ -124,81 +123,121 @@ def _launched(recipe: _Recipe, device: int, addresses: tuple[int, ...]) -> list[
             return None
         for i in last:
             made[i] = None
-    return made[: recipe.results]
+    return [None if i is None else made[i] for i in recipe.results]
 
 
-def _recorded(key: Any, addresses: tuple[int, ...], compute: Callable[[], Made]) -> Made:
-    """Runs an operator, and keeps its recipe unless one of its calls had to be planned first.
+def _recorded(key: Any, operands: Tensors, addresses: tuple[int, ...], compute: Callable[[], Made]) -> Made:
+    """Runs an operator, and keeps its recipe unless one of its calls had to be planned first."""
+    recorder = _Recorder(operands, addresses)
+    with recorded_by(recorder):
+        made, constant = compute()
+    if not recorder.met_new_plan:
+        _recipes[key] = recorder.recipe(made)._replace(constant=constant)
+    return made, constant
 
-    Recording keeps all tensors that the calls make. If memory does not suffice for that, the operator runs once more
-    without it.
+
+class _Recorder:
+    """Makes the recipe of an operator from its calls, of which it is told one after the other.
+
+    An address tells which tensor a call takes only as long as that tensor exists: freed memory may be allocated anew.
+
+    Attributes:
+        met_new_plan: whether a call was planned first, or by a plan that has been forgotten since.
     """
-    generation = cache.generation
-    try:
-        with made_calls() as calls:
-            made, constant = compute()
-    except torch.OutOfMemoryError:
-        calls.clear()
-    else:
-        if None not in calls and all(call[0].generation is generation for call in calls if call):
-            found = _recipe_of(calls, addresses, made) or _UNKNOWN
-            _recipes[key] = found._replace(generation=generation, constant=constant)
-        return made, constant
-    return compute()
 
+    def __init__(self, operands: Tensors, addresses: tuple[int, ...]) -> None:
+        self.met_new_plan, self._is_determined = False, True
+        self._generation, self._count = cache.generation, len(addresses)
+        self._operands = [StorageWeakRef(each.untyped_storage()) for each in operands if each is not None]
+        self._place_of = {address: place for place, address in enumerate(addresses) if address}
+        self._forms, self._made = list[_Form](), list[StorageWeakRef]()  # of the tensors that the calls have made
+        self._calls = list[tuple[Any, Any, tuple[int, ...]]]()  # prepared call, scalars and places, as in a `_Step`
 
-def _recipe_of(calls: Sequence[Any], addresses: tuple[int, ...], made: list[Tensor]) -> _Recipe | None:
-    """The recipe of an operator that has made these calls and no others; None if they do not determine the results.
+    def __call__(self, call: MadeCall | None) -> None:
+        """Adds a call."""
+        if call is None or call[0].generation is not self._generation:
+            self.met_new_plan = True
+        elif self._is_determined:
+            self._is_determined = self._adds(*call)
 
-    That is so if a call reads memory that is none of the operator's tensors or is not written yet, or if a result has
-    the address of another tensor, so that the address does not tell which of them a call takes. The arrays of all calls
-    still exist, so that no address is that of two of them.
-    """
-    known = [*addresses, *[0 if each is None else each.data_ptr() for each in made]]
-    place_of = {address: place for place, address in enumerate(known) if address}
-    forms: list[_Form | None] = [each if each is None else ((*each.shape,), each.stride(), each.dtype) for each in made]
-    results = [each for each in made if each is not None]
-    if not all(map(_is_plain, results)) or len(place_of) != len({*addresses} - {0}) + len(results):
-        return None
-    sizes = {each.data_ptr(): each.nbytes for each in results}
-    written, steps = {*addresses, 0}, list[tuple[Any, Any, tuple[int, ...]]]()
-    for prepared, used, scalars, _ in calls:
+    def recipe(self, made: list[Tensor]) -> _Recipe:
+        """The recipe for the tensors that the operator has made; without steps if the calls do not determine them."""
+        results = [each if each is None else self._number_of(each) for each in made]
+        present = [each for each in results if each is not None]
+        if not self._is_determined or -1 in present or len({*present}) < len(present):
+            return _Recipe(self._generation)
+        for each, i in zip(made, results, strict=True):
+            if i is not None:
+                self._forms[i] = _form_of(each)
+        return _Recipe(self._generation, tuple(self._forms), tuple(results), None, tuple(self._steps({*results})))
+
+    def _number_of(self, result: Tensor) -> int:
+        """The number of a result among the tensors that the calls have made; -1 if it is no whole one of these."""
+        i = self._place_of.get(result.data_ptr(), 0) - self._count
+        is_made = i >= 0 and not self._made[i].expired()
+        return i if is_made and _is_plain(result) and result.nbytes == _bytes_of(self._forms[i]) else -1
+
+    def _adds(self, prepared: Any, used: tuple[int, ...], scalars: Any, arrays: Sequence[Any]) -> bool:
+        """Adds a call; returns False if it reads memory that neither is an operand's nor was written by a call.
+
+        Memory that a call writes first must not be a part of other memory.
+        """
         request = prepared.request
-        for i, new in request.new.items():
-            size = math.prod(new.shape) * new.dtype.itemsize
-            if used[i] not in place_of:
-                place_of[used[i]] = len(addresses) + len(forms)
-                forms.append((new.shape, _packed_strides(new.shape), getattr(torch, new.dtype.name)))
-            elif sizes.get(used[i]) != size:  # the result is a part of the memory that the call allocates
-                return None
+        writes = {*request.written, *request.new}
+        if not all(i in writes or not address or self._exists(address) for i, address in enumerate(used)):
+            return False
+        for i in writes:
+            is_new = i in request.new or (used[i] and not self._exists(used[i]))
+            if is_new and not self._adds_memory(used[i], arrays[i], request.new.get(i)):
+                return False
         if request.dropouts is not None:
             states = prepared.operation.call(prepared, used, scalars, 0).dropouts
-            if not all(each is None or (each.step_address or -1) in addresses for each in states):
-                return None
-            scalars = [each and replace(each, step_address=place_of[each.step_address]) for each in states]
+            places = [each and self._place_of.get(each.step_address, self._count) for each in states]
+            if not all(each is None or each < self._count for each in places):
+                return False
+            scalars = [each and replace(each, step_address=place) for each, place in zip(states, places, strict=True)]
         elif not prepared.operation.is_scaled:
             scalars = None  # may hold sources of masks that the call does not draw, which would keep their steps alive
-        writes = {used[i] for i in (*request.written, *request.new)}
-        if not written >= {*used} - writes:
-            return None
-        written |= writes
-        steps.append((prepared, scalars, tuple([place_of.get(address, -1) for address in used])))
-    if not written >= {*known} or not place_of.keys() >= written - {0}:
-        return None
-    places = range(len(addresses), len(addresses) + len(forms))
-    return _Recipe(None, tuple(forms), len(made), None, tuple(_with_lives(steps, places, len(made))))
+        self._calls.append((prepared, scalars, tuple([self._place_of.get(address, -1) for address in used])))
+        return True
+
+    def _exists(self, address: int) -> bool:
+        """Whether an address is an operand's, or that of a tensor that a call has made and that still exists."""
+        place = self._place_of.get(address)
+        return place is not None and (place < self._count or not self._made[place - self._count].expired())
+
+    def _adds_memory(self, address: int, array: Tensor, new: New | None) -> bool:
+        """Adds a tensor that a call makes; returns False if it is empty, has gaps, or is a part of other memory."""
+        owner = StorageWeakRef(array.untyped_storage())
+        if not address or owner in self._operands or owner in self._made or not (new or _is_plain(array)):
+            return False
+        self._place_of[address] = self._count + len(self._forms)
+        self._made.append(owner)
+        self._forms.append(_form_of(array) if new is None else _form_of_new(new))
+        return True
+
+    def _steps(self, results: set[int | None]) -> Iterator[_Step]:
+        """The calls, each with the tensors that it takes first and last."""
+        places = range(self._count, self._count + len(self._forms))
+        takers = [[at for at, call in enumerate(self._calls) if place in call[2]] for place in places]
+        for at, call in enumerate(self._calls):
+            first, last = ([i for i, each in enumerate(takers) if each[end] == at] for end in (0, -1))
+            yield _Step(*call, tuple(first), tuple([i for i in last if i not in results]))
 
 
-def _with_lives(steps: Sequence[tuple[Any, Any, tuple[int, ...]]], places: range, results: int) -> Iterator[_Step]:
-    """Adds to each call which tensors it takes first and last; the first of the tensors at `places` are the results."""
-    takers = [[at for at, step in enumerate(steps) if place in step[2]] for place in places]
-    for at, step in enumerate(steps):
-        first, last = (tuple(i for i, each in enumerate(takers) if each and each[end] == at) for end in (0, -1))
-        yield _Step(*step, first, tuple(i for i in last if i >= results))
+def _form_of(tensor: Tensor) -> _Form:
+    return (*tensor.shape,), tensor.stride(), tensor.dtype
 
 
-def _packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[axis:]) for axis in range(1, len(shape) + 1))
+def _form_of_new(new: New) -> _Form:
+    """The form of the memory that a call allocates for a result."""
+    strides = tuple([math.prod(new.shape[axis:]) for axis in range(1, len(new.shape) + 1)])
+    return new.shape, strides, getattr(torch, new.dtype.name)
+
+
+def _bytes_of(form: _Form) -> int:
+    shape, _, dtype = form
+    return math.prod(shape) * int(dtype.itemsize)
 
 
 def _is_plain(tensor: Tensor) -> bool:

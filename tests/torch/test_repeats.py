@@ -34,7 +34,7 @@ class Operator:
     """Stands in for an operator y = product(x, w), by calls that a test gives; counts its computations.
 
     Attributes:
-        calls: makes the calls, as `made_calls` records them, from x, w and y.
+        calls: makes the calls, as `recorded_by` tells of them, from x, w and y.
         results: makes the results.
     """
 
@@ -48,8 +48,10 @@ class Operator:
         def compute() -> repeats.Made:
             self.computed += 1
             made = self.results()
-            if (recording := call._recording.get()) is not None:
-                recording += self.calls(x, w, *made)
+            if (record := call._recording.get()) is not None:
+                for each in self.calls(x, w, *made):
+                    record(each)
+                    del each  # frees the call's arrays before the next call is made
             return made, CONSTANT
 
         made, constant = repeats.repeated((self, *key), (x, w), compute)
@@ -93,7 +95,6 @@ def operator(monkeypatch: pytest.MonkeyPatch) -> Operator:
     monkeypatch.setattr(repeats, "repeat", repeat)
     monkeypatch.setattr(repeats, "is_current", lambda device: True)
     monkeypatch.setattr(repeats, "_empty", torch._C._dynamo.guards._empty_strided_cpu)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: STREAM, raising=False)
     return made
 
@@ -144,7 +145,29 @@ def test_memory_between_calls_lives_from_its_first_to_its_last_call(operator: Op
     ]  # fmt: skip
     operator(*operands())
     ((recipe,),) = [[*repeats._recipes.values()]]
-    assert [(step.first, step.last) for step in recipe.steps] == [((1,), ()), ((2,), (1,)), ((0,), (2,)), ((), ())]
+    assert [(step.first, step.last) for step in recipe.steps] == [((0,), ()), ((1,), (0,)), ((2,), (1,)), ((), ())]
+
+
+def test_memory_may_be_freed_and_allocated_anew(operator: Operator) -> None:
+    between = New((4, 32), np.dtype(np.float32), None)  # type: ignore[arg-type]
+    makes, reads = prepared((1, between), written=()), prepared(written=(1,))
+
+    def calls(x: Any, w: Any, y: Any) -> Any:
+        h, g = at(MEMORY), tensor(4, 32)
+        yield made_call(makes, x, h)
+        yield made_call(makes, h, g)
+        del h
+        h = at(MEMORY)
+        yield made_call(makes, g, h)
+        yield made_call(reads, h, y)
+
+    operator.calls = calls
+    operator(*operands())
+    x, w = operands()
+    (y,) = operator(x, w)
+    assert operator.computed == 1
+    passed = [addresses for _, addresses, *_ in operator.launched]
+    assert [x.data_ptr(), *(out for _, out in passed)] == [*(given for given, _ in passed), y.data_ptr()]
 
 
 def test_operands_may_be_one_tensor(operator: Operator) -> None:
@@ -162,31 +185,6 @@ def test_a_recipe_keeps_no_scalars_that_its_calls_do_not_read(operator: Operator
     operator(*operands())
     operator(*operands())
     assert operator.launched[0][2] is None
-
-
-def test_a_capture_records_nothing(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        operator(*operands())
-    assert not repeats._recipes
-    operator(*operands())
-    assert operator.computed == 2
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        operator(*operands())
-    assert operator.computed == 2
-
-
-def test_without_memory_for_a_record_the_operator_runs_without_one(operator: Operator) -> None:
-    def calls(*arrays: Any) -> list[Any]:
-        operator.calls = lambda *_: []
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    operator.calls = calls
-    (y,) = operator(*operands())
-    assert y.shape == (4, 8)
-    assert operator.computed == 2
-    assert not repeats._recipes
 
 
 def test_errors_are_those_of_the_computation(operator: Operator) -> None:
@@ -236,10 +234,26 @@ def test_some_states_need_a_computation(operator: Operator, state: str) -> None:
     assert len(operator.launched) == (state != "plans are forgotten")
 
 
+MEMORY = np.empty(512, np.float32)
+
+
+def at(memory: Any) -> Any:
+    """A tensor (4, 32) of its own at the address of an array, as another one may have been before."""
+    return torch.frombuffer(memory.data, dtype=torch.float32)[: 4 * 32].view(4, 32)
+
+
+def reusing(x: Any, w: Any, y: Any) -> Any:
+    """The first call makes memory. The second one reads other memory at its address."""
+    yield made_call(prepared((1, New((4, 32), np.dtype(np.float32), None)), written=()), x, at(MEMORY))  # type: ignore[arg-type]
+    yield made_call(prepared(written=(2,)), at(MEMORY), w, y)
+
+
 KEPT = tensor(64)
 PART = New((4, 9), np.dtype(np.float32), None)  # type: ignore[arg-type]
+EMPTY = New((0, 8), np.dtype(np.float32), None)  # type: ignore[arg-type]
 UNKNOWN: dict[str, Callable[[Operator], None]] = {
     "other memory": lambda op: setattr(op, "calls", lambda x, w, y: [made_call(prepared(), x, KEPT, y)]),
+    "memory at an address that was another's": lambda op: setattr(op, "calls", reusing),
     "memory of a later result": lambda op: setattr(op, "calls", lambda x, w, y: [made_call(prepared(), y, w, x)]),
     "a result that no call writes": lambda op: setattr(op, "calls", lambda x, w, y: [made_call(prepared(), x, w, x)]),
     "a dropout step of the host": lambda op: setattr(op, "prepared", dropping(0)),
@@ -247,6 +261,9 @@ UNKNOWN: dict[str, Callable[[Operator], None]] = {
     "no call": lambda op: setattr(op, "calls", lambda x, w, y: []),
     "a planned call": lambda op: setattr(op, "calls", lambda x, w, y: [None]),
     "a view": lambda op: setattr(op, "results", lambda: [tensor(4, 16)[:, :8]]),
+    "empty memory": lambda op: setattr(
+        op, "calls", lambda x, w, y: [made_call(prepared((1, EMPTY), written=(2,)), x, tensor(0, 8), y)]
+    ),
     "an empty result": lambda op: setattr(op, "results", lambda: [tensor(0, 8)]),
     "one address twice": lambda op: setattr(op, "results", lambda: [KEPT[:32].view(4, 8), KEPT[:8]]),
     "a part of new memory": lambda op: setattr(
