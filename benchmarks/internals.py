@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -22,7 +23,7 @@ from lt_runtime.fp8 import Prologue
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.graphs import Graph
-from lt_runtime.gpu.memory import release, stream_memory
+from lt_runtime.gpu.memory import release_unless_held, stream_memory
 from lt_runtime.gpu.streams import private_stream
 from lt_runtime.kernels.call import Call as KernelCall
 from lt_runtime.kernels.call import DropoutState
@@ -218,16 +219,19 @@ def sums_of(step: lt.TrainStep, stream: Any) -> Callable[[], float]:
     return timed(partial(graph.launch, stream.ptr), 1, stream)
 
 
+_measured = itertools.count()
+
+
 @contextlib.contextmanager
 def own_training_stream() -> Iterator[Callable[[lt.TrainStep], int]]:
     """Within a `with` block steps are captured from a stream of their own, so that they share no memory with others.
 
-    Its memory is freed at the end of the block: no step of the block may exist any more.
+    Its memory is freed at the end of the block, unless a repeated call holds it: no step of the block may exist then.
 
     Yields:
         A function that returns the bytes that a step holds: the memory pool of its graphs, and the stream's scratch.
     """
-    stream, original = private_stream(DEVICE, "training, measured"), captured.private_stream
+    stream, original = private_stream(DEVICE, f"measured step {next(_measured)}"), captured.private_stream
 
     def held(step: lt.TrainStep) -> int:
         memory, gpu = stream_memory(DEVICE, stream), step._gpu
@@ -241,7 +245,7 @@ def own_training_stream() -> Iterator[Callable[[lt.TrainStep], int]]:
     finally:
         captured.private_stream = original
         gc.collect()
-        release(DEVICE, stream)
+        release_unless_held(DEVICE, stream)
 
 
 # The suite `tuning`: plans in a process that finds every problem measured.

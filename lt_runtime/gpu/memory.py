@@ -55,12 +55,13 @@ class StreamMemory:
         tickets: address of `MAX_TICKETS` uint32 counters that are zero between kernels: a kernel counts its blocks
             with them, and resets them to zero.
         defers: whether `deferred_joins` is open, so that the stream does not wait at the end of a branch.
+        is_held: whether a bound or repeated call has been made with this memory, and may use it at any time.
     """
 
     def __init__(self, device: int, stream: int) -> None:
         self.stream, self._device = stream, device
         self._branch: StreamMemory | None = None
-        self.defers = False
+        self.defers = self.is_held = False
         # Address and size of each buffer; the objects that `on` returns share this dict.
         self._buffers: dict[str, tuple[int, int]] = {}
         self._allocated: list[int] = []
@@ -156,6 +157,13 @@ def stream_memory(device: int, stream: int) -> StreamMemory:
         if (device, stream) not in memories:
             memories[device, stream] = StreamMemory(device, stream)
         return memories[device, stream]
+
+
+def release_unless_held(device: int, stream: int) -> None:
+    """Does what `release` does, unless a bound or repeated call may use the memory."""
+    memory = memories.get((device, stream))
+    if memory is not None and not memory.is_held:
+        release(device, stream)
 
 
 def release(device: int, stream: int) -> None:
@@ -263,6 +271,7 @@ class BoundPlan(Uncopied):
         self._launch = function("cuGraphLaunch")
         with relaxed_captures():
             self._memory = memory = stream_memory(device, stream)
+            memory.is_held = True
             self._lock = memory.lock
             with memory.lock:
                 _free_ended()

@@ -58,9 +58,9 @@ AUTOGRAD_THREAD: Final = "lt_runtime autograd"
 
 Shape: TypeAlias = tuple[int, ...]
 MadeCall: TypeAlias = tuple[Any, tuple[int, ...], Any, Sequence[Any]]
-"""A call that was made by its `PreparedCall`: that object, the addresses of the arrays, the scalars, and the arrays."""
+"""A call that ran by its `PreparedCall`: that object, the addresses of the arrays, the scalars, and the arrays."""
 Record: TypeAlias = Callable[[MadeCall | None], object]
-"""A function that is told of each call once it is made; None stands for a call that was planned first."""
+"""A function that gets the `MadeCall` after a call by a `PreparedCall`, and None before a call that must be planned."""
 _recording: Final[ContextVar[Record | None]] = ContextVar("lt_runtime_recording", default=None)
 
 
@@ -363,7 +363,7 @@ def repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, str
 
 @contextlib.contextmanager
 def recorded_by(record: Record) -> Iterator[None]:
-    """Within a `with` block, tells a function of each call that this thread makes."""
+    """Within a `with` block, `perform` tells `record` of each call of this thread; see `Record`."""
     token = _recording.set(record)
     try:
         yield
@@ -436,6 +436,7 @@ def _uncaptured(plan: Plan, call: Call, memory: StreamMemory) -> Callable[[], bo
     `__call__` costs 60 ns more in each call.
     """
     left, lock, put = _UNTIL_RETRY, memory.lock, plan.put
+    memory.is_held = True
 
     def launch() -> bool:
         nonlocal left

@@ -194,7 +194,10 @@ class AdamW(torch.optim.AdamW):
         return (each for group in self.param_groups for each in group["params"])
 
     def _key(self, active: list[Tensor], tiles: Tiles) -> tuple[Any, ...]:
-        """Everything that a prepared step depends on, except the addresses of gradients, which change in many steps."""
+        """The key of a prepared step: settings, forms of gradients, and addresses of parameters and states.
+
+        Addresses of gradients are left out, because they change in many steps.
+        """
         settings = [(group["amsgrad"], group.get("max_norm", "shared")) for group in self.param_groups]
         forms = [
             (each.dtype, each.layout is torch.strided and each.stride()) for each in _locals([p.grad for p in active])
@@ -285,7 +288,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _locals(tensors: list[Tensor]) -> list[Tensor]:
-    """`local` of each tensor."""
+    """Applies `local` to each tensor."""
     return tensors if _PLAIN.issuperset(map(type, tensors)) else [*map(local, tensors)]
 
 

@@ -1,8 +1,9 @@
-"""Operators that are called again with tensors of the same forms.
+"""Repeats the kernel launches of operators without running their Python code.
 
-The first calls of an operator record which prepared calls of the package it makes, and which tensors each of them
-takes. Later calls allocate the results and launch these prepared calls: the Python code between PyTorch's dispatcher
-and the launches takes longer than a small kernel.
+The first calls of an operator record a recipe: which prepared calls of the package it makes, and which tensors each of
+them takes. A later call with tensors of the same forms (shape, strides, type, device and alignment) allocates the
+results and launches these prepared calls. Without a recipe, the Python code between PyTorch's dispatcher and the
+launches takes longer than a small kernel.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from lt_runtime.plans import cache
 from lt_runtime.torch.tensors import Tensor, Tensors, compute_of
 
 Made: TypeAlias = tuple[list[Tensor], Any]
-"""The tensors that an operator makes, None for absent ones; and an object, equal for all operands of the same forms."""
-_MOST: Final = 4096
+"""An operator's results, None for absent ones; and an object that is equal in all calls with the same forms."""
+_MOST: Final = 4096  # the number of recipes at which all are dropped
 _empty: Final[Callable[..., Tensor]] = torch._C._dynamo.guards._empty_strided_cuda
 """Makes an uninitialised tensor on the current GPU from shape, strides and type, as the code of torch.compile does. It
 takes half as long as `Tensor.new_empty_strided`."""
@@ -39,13 +40,12 @@ class _Step(NamedTuple):
     """A prepared call of a recipe.
 
     Attributes:
-        scalars: the call's scalars; None if it reads none. Those of a call with dropout are states, whose
-            `step_address` is a place.
-        places: for each array of the call its place: an index into the addresses of the operands, then of the tensors
-            that the calls make; -1 for an absent array.
-        first: numbers of the made tensors that no earlier call takes, which are allocated before this call.
-        last: numbers of the made tensors that no later call takes and that are no results: they are freed after this
-            call.
+        scalars: the call's scalars; None if it reads none. With dropout, a `DropoutState` for each mask, whose
+            `step_address` is instead the place of the step among the operands.
+        places: for each array of the call its place: the index in a list of the operands, followed by the tensors that
+            the calls make; -1 for an absent array.
+        first: the made tensors, by their numbers, that are allocated before this call.
+        last: those that are freed after this call.
     """
 
     prepared: Any
@@ -59,9 +59,9 @@ class _Recipe(NamedTuple):
     """The calls that an operator makes for tensors of some forms.
 
     Attributes:
-        generation: the plan cache's; see `cache.generation`.
+        generation: `cache.generation` at the time of the recording; the recipe is void once that object is replaced.
         forms: the forms of the tensors that the calls make.
-        results: the results among these tensors, by their numbers; None for an absent result.
+        results: for each result the index of its form; None for an absent result.
         constant: the second item of `Made`.
         steps: the calls; none if the operator cannot be repeated by its calls alone.
     """
@@ -79,11 +79,12 @@ _recipes: Final[dict[Any, _Recipe]] = {}
 
 
 def repeated(key: Any, operands: Tensors, compute: Callable[[], Made]) -> Made:
-    """What `compute`, an operator's computation, returns: by the operator's recipe if there is one.
+    """The results of an operator: by its recipe if there is one, otherwise by calling `compute`.
 
     Args:
-        key: the operator, its options, and whether it runs forward or backward.
+        key: identifies the computation: the operator or its layers, its options, and the gradients that are needed.
         operands: all tensors that `compute` reads; the first is on a GPU.
+        compute: computes the results.
     """
     if asked_for.get() or ranges.is_heard:
         return compute()
@@ -107,7 +108,10 @@ def repeated(key: Any, operands: Tensors, compute: Callable[[], Made]) -> Made:
 
 
 def _launched(recipe: _Recipe, device: int, addresses: tuple[int, ...]) -> list[Tensor] | None:
-    """Runs a recipe; returns None if operands overlap, or if another device is current in this thread."""
+    """Runs a recipe; returns None if another device is current in this thread, or if a call's arrays overlap.
+
+    Earlier calls of the recipe have then been launched, which wrote into new tensors only.
+    """
     if not is_current(device):
         return None
     made: list[Any] = [None] * len(recipe.forms)
@@ -127,7 +131,7 @@ def _launched(recipe: _Recipe, device: int, addresses: tuple[int, ...]) -> list[
 
 
 def _recorded(key: Any, operands: Tensors, addresses: tuple[int, ...], compute: Callable[[], Made]) -> Made:
-    """Runs an operator, and keeps its recipe unless one of its calls had to be planned first."""
+    """Runs an operator, and keeps its recipe unless a call was planned first, or by a plan that is forgotten by now."""
     recorder = _Recorder(operands, addresses)
     with recorded_by(recorder):
         made, constant = compute()
@@ -137,12 +141,12 @@ def _recorded(key: Any, operands: Tensors, addresses: tuple[int, ...], compute: 
 
 
 class _Recorder:
-    """Makes the recipe of an operator from its calls, of which it is told one after the other.
+    """Makes a recipe while an operator runs: `perform` tells it of each call.
 
-    An address tells which tensor a call takes only as long as that tensor exists: freed memory may be allocated anew.
+    An address identifies a tensor only as long as the tensor exists, because freed memory may be allocated anew.
 
     Attributes:
-        met_new_plan: whether a call was planned first, or by a plan that has been forgotten since.
+        met_new_plan: whether a call was planned first, or by a plan that was forgotten after the recording had begun.
     """
 
     def __init__(self, operands: Tensors, addresses: tuple[int, ...]) -> None:
@@ -161,7 +165,7 @@ class _Recorder:
             self._is_determined = self._adds(*call)
 
     def recipe(self, made: list[Tensor]) -> _Recipe:
-        """The recipe for the tensors that the operator has made; without steps if the calls do not determine them."""
+        """The recipe for these results. It has no steps if the recorded calls alone cannot make them."""
         results = [each if each is None else self._number_of(each) for each in made]
         present = [each for each in results if each is not None]
         if not self._is_determined or -1 in present or len({*present}) < len(present):
@@ -172,15 +176,16 @@ class _Recorder:
         return _Recipe(self._generation, tuple(self._forms), tuple(results), None, tuple(self._steps({*results})))
 
     def _number_of(self, result: Tensor) -> int:
-        """The number of a result among the tensors that the calls have made; -1 if it is no whole one of these."""
+        """The number of a result among the tensors that the calls have made; -1 if it is none, or a part of one."""
         i = self._place_of.get(result.data_ptr(), 0) - self._count
         is_made = i >= 0 and not self._made[i].expired()
         return i if is_made and _is_plain(result) and result.nbytes == _bytes_of(self._forms[i]) else -1
 
     def _adds(self, prepared: Any, used: tuple[int, ...], scalars: Any, arrays: Sequence[Any]) -> bool:
-        """Adds a call; returns False if it reads memory that neither is an operand's nor was written by a call.
+        """Adds a call; returns False if no recipe can repeat it.
 
-        Memory that a call writes first must not be a part of other memory.
+        That is so if it reads memory that is no operand's and that no call has written, or if it writes to a part of
+        other memory.
         """
         request = prepared.request
         writes = {*request.written, *request.new}
@@ -197,19 +202,20 @@ class _Recorder:
                 return False
             scalars = [each and replace(each, step_address=place) for each, place in zip(states, places, strict=True)]
         elif not prepared.operation.is_scaled:
-            scalars = None  # may hold sources of masks that the call does not draw, which would keep their steps alive
+            scalars = None  # They may be sources of masks, although the call draws none, and would keep steps alive.
         self._calls.append((prepared, scalars, tuple([self._place_of.get(address, -1) for address in used])))
         return True
 
     def _exists(self, address: int) -> bool:
-        """Whether an address is an operand's, or that of a tensor that a call has made and that still exists."""
+        """Whether an operand, or a tensor that a call has made and that is not freed, begins at an address."""
         place = self._place_of.get(address)
         return place is not None and (place < self._count or not self._made[place - self._count].expired())
 
     def _adds_memory(self, address: int, array: Tensor, new: New | None) -> bool:
-        """Adds a tensor that a call makes; returns False if it is empty, has gaps, or is a part of other memory."""
+        """Adds a tensor that a call makes; returns False if it is empty, has gaps, or shares memory with another."""
         owner = StorageWeakRef(array.untyped_storage())
-        if not address or owner in self._operands or owner in self._made or not (new or _is_plain(array)):
+        is_whole = new is not None or (_is_plain(array) and array.nbytes == array.untyped_storage().nbytes())
+        if not (address and is_whole) or owner in self._operands or owner in self._made:
             return False
         self._place_of[address] = self._count + len(self._forms)
         self._made.append(owner)
@@ -217,7 +223,7 @@ class _Recorder:
         return True
 
     def _steps(self, results: set[int | None]) -> Iterator[_Step]:
-        """The calls, each with the tensors that it takes first and last."""
+        """The calls, each with the tensors to be allocated before it and to be freed after it."""
         places = range(self._count, self._count + len(self._forms))
         takers = [[at for at, call in enumerate(self._calls) if place in call[2]] for place in places]
         for at, call in enumerate(self._calls):

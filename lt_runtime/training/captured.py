@@ -27,7 +27,7 @@ from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call, check, function, is_capturing, is_current
 from lt_runtime.gpu.graphs import Graph
-from lt_runtime.gpu.memory import memories, release
+from lt_runtime.gpu.memory import memories, release_unless_held
 from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.kernels.resize import TABLE_BYTES, Place, RowBuffers, RowsCopy, write_table
 from lt_runtime.kernels.tiling import VECTOR_BYTES
@@ -438,10 +438,10 @@ def _step(stream: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _temporary_memory(device: int) -> Iterator[None]:
-    """Frees the workspace and the scratch memory of captured steps after a `with` block in which steps are rehearsed.
+    """At the end of a `with` block, frees the memory of the stream that steps are rehearsed and captured on.
 
-    A rehearsal may need more of it than the captured step, for example to cast weights to FP8 that the update will
-    write. Nothing is freed if there has been a captured step before, because its graph uses this memory.
+    Rehearsals may need more scratch memory than the captured step: they cast weights to FP8, which the update does in
+    the step. Nothing is freed if the stream had memory before the block or a bound call holds it: graphs may use it.
     """
     stream = private_stream(device, "training")
     is_used = (device, stream) in memories
@@ -449,7 +449,7 @@ def _temporary_memory(device: int) -> Iterator[None]:
     if not is_used:
         with relaxed_captures():
             call("cuStreamSynchronize", stream)
-            release(device, stream)
+            release_unless_held(device, stream)
 
 
 @contextlib.contextmanager

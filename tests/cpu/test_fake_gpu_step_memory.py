@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -204,3 +205,32 @@ def test_the_same_as_by_single_calls(gpu: FakeGpu, case: _Case) -> None:
     assert ("tally" in gpu.kernels.launched) == (case is _CASES["classes"])
     if case.loss == "cross_entropy":
         assert step.metrics(stream=gpu.stream).accuracy == right / (3 * _ROWS)
+
+
+def test_a_call_that_a_block_binds_in_a_rehearsal_keeps_its_memory(gpu: FakeGpu) -> None:
+    """The first captured step of a process frees memory of rehearsals, but not under a bound call that uses it."""
+    lt, cp = gpu.lt, gpu.cp
+    stream = importlib.import_module("lt_runtime.gpu.streams").private_stream(0, "training")
+    importlib.import_module("lt_runtime.gpu.memory").release(0, stream)  # as before the first step of a process
+
+    class Projection(lt.Block):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self.x, self.y, self.bound = _ones(gpu, _HIDDEN), _ones(gpu, _HIDDEN), None
+            self.w = cp.asarray(np.ones((_HIDDEN, _HIDDEN), cp.bfloat16))
+            self.last = lt.Linear(_HIDDEN, _WIDTH, dtype="bfloat16", device=0)
+
+        def forward(self, x: Any, run: Any) -> Any:
+            lt.add(x, x, out=self.x, stream=run.stream)
+            if self.bound is None:
+                lt.matmul(self.x, self.w, out=self.y, stream=run.stream)
+                self.bound = lt.bind(lt.matmul, self.x, self.w, out=self.y, stream=run.stream)
+            self.bound()
+            return self.last.forward(self.y, run)
+
+        def backward(self, dy: Any, run: Any) -> None:
+            self.last.backward(dy, run)
+
+    model = Projection()
+    step = lt.TrainStep(model, lt.AdamW(model.last.parameters()), loss="mse", batch_size=_ROWS, tune=False)
+    step(_ones(gpu, _HIDDEN), _ones(gpu, _WIDTH))
+    gpu.synchronize_all()  # the pretended GPU fails if work uses memory that is freed

@@ -26,8 +26,10 @@ STREAM, SCALARS, CONSTANT = 7, (1.0, 0.0), object()
 
 def tensor(*shape: int) -> Any:
     """A tensor whose address is a multiple of 512 bytes, as on a GPU."""
-    memory = torch.empty(math.prod(shape) + 128)
-    return memory[-memory.data_ptr() % 512 // 4 :][: math.prod(shape)].view(shape)
+    count, memory = math.prod(shape), np.empty(math.prod(shape) + 128, np.float32)
+    start = -memory.ctypes.data % 512 // 4
+    aligned = memory[start : start + count].data
+    return torch.frombuffer(aligned, dtype=torch.float32).view(shape) if count else torch.empty(shape)
 
 
 class Operator:
