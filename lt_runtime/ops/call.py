@@ -1,9 +1,9 @@
-"""The path of every call of an operation: reads and checks its arrays, plans its problem, and runs the plan.
+"""Runs every call of an operation: reads and checks its arrays, plans its problem, and runs the plan.
 
 An `Operation` holds what differs between operations. A call whose arrays differ from an earlier call's only in
 addresses, with equal alignments, reuses the `PreparedCall` of the earlier call, so that its arrays are only checked for
-overlap. The third call with the same addresses is captured into a graph, which each later call with these addresses
-launches.
+overlap. The second such call with the same addresses is captured into a graph, which each later call with these
+addresses launches.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _UNTIL_RETRY: Final = 1000  # calls
 _CAPTURE_SHARE: Final = 0.03
 _MOST_CAPTURE_S: Final = 0.05
 _ONCE: Final = False
-"""Value in `cache.repeats` of a call that has been repeated with the same arrays, but is not captured yet."""
+"""Value in `cache.repeats` of a call that a `PreparedCall` has run once with these addresses. The next is captured."""
 _QUIET_THREADS: Final = re.compile(
     "lt_runtime .*|InductorSubproc|subproc_worker_timer|tqdm_monitor|QueueFeederThread|.*\\(_pin_memory_loop\\)"
 )
@@ -117,7 +117,7 @@ class Request(NamedTuple):
         same: pairs (operand, result) of indices of arrays that may be the same memory, if their strides are equal.
         dropouts: probabilities of dropout, from which the plan's `Call.dropouts` are made; None without dropout. With
             dropout the call's scalars are the sources of the masks. A repeated call is captured only if the steps of
-            all masks are on the device, because a graph would repeat the mask of a step from the host.
+            all masks are on the device, because a graph would draw the same mask each time for a step from the host.
     """
 
     problem: Any
@@ -206,7 +206,8 @@ class Operation(ABC):
     Attributes:
         names: names of the arrays, in their order.
         required: number of leading arrays that must not be None.
-        is_scaled: whether a call has scalars, such as α and β, which a bound call stores.
+        is_scaled: whether a call's scalars are numbers that its launches contain, such as α and β. False if there are
+            none, or if they are sources of dropout masks.
         range_name: name of the profiler range around each call, such as "lt.linear_forward" for `LinearForward`.
     """
 
@@ -333,7 +334,7 @@ def repeat(prepared: PreparedCall, addresses: tuple[int, ...], scalars: Any, str
 
     Returns False, without running the call, if operands overlap.
     """
-    # A graph of the call would hold these constants, so that calls are the same only if they have equal ones.
+    # A graph contains these constants, so that only calls with equal ones may launch it.
     call, constants = None, scalars if prepared.operation.is_scaled else None
     if prepared.request.dropouts is not None:
         call = prepared.operation.call(prepared, addresses, scalars, stream)
@@ -374,8 +375,8 @@ def recorded_by(record: Record) -> Iterator[None]:
 class _Allowance:
     """Limits the time spent on automatic captures to a share of the elapsed time, plus a small reserve.
 
-    A capture takes as long as more than ten of the calls that it makes faster. If the addresses of arrays keep
-    changing, as in PyTorch they may for dozens of steps, most graphs would be launched only a few times.
+    A capture takes longer than ten ordinary calls, so that it pays only if its graph is launched often. If addresses of
+    arrays keep changing, as in PyTorch they may for dozens of steps, most graphs would be launched only a few times.
     """
 
     def __init__(self) -> None:

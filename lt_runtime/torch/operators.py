@@ -40,11 +40,11 @@ class Operator(ABC):
 
     Attributes:
         name: the operator's name.
-        options: the schema of its options. A last option, `training`, is added: whether a gradient will be computed. In
-            backward it is False if results may be written over the saved tensors: the caller did not get these, and
-            autograd frees them.
+        options: the schema of its options. A last option, `training`, is appended. In forward it says whether a
+            gradient will be computed; in backward, whether the saved tensors must stay intact: if not, results may be
+            written over them, because the caller did not get them, and autograd frees them.
         visible: how many of the first outputs the caller gets; the others are kept for backward.
-        is_repeatable: whether the operator computes by calls of the package alone, so that `repeats` may repeat these.
+        is_repeatable: whether all its work on a GPU is calls of the package, so that `repeats` may record them.
     """
 
     name: str
@@ -190,7 +190,8 @@ def _define(schema: str, leading: int, run: Any, make: Any) -> Any:
 
     Args:
         leading: the number of arguments before the options, which become one tuple.
-        run: computes the outputs; those that are None are left out. make: makes them uninitialised, for tracers.
+        run: computes the outputs, of which those that are None are left out.
+        make: makes the outputs uninitialised, for tracers.
     """
     name = schema.partition("(")[0]
 
@@ -249,8 +250,7 @@ class _Differentiable(torch.autograd.Function):
 def applied(function: Any, name: str) -> Any:
     """The `apply` of an autograd function, which profilers show under the given name.
 
-    This `apply` skips PyTorch's search for tensors of `torch.func`, which takes 5 µs; it can, because `is_eager`
-    refuses them.
+    `is_eager` has refused tensors of `torch.func`, so that this `apply` can skip PyTorch's search for them (5 µs).
     """
     return super(torch.autograd.Function, type(f"lt_runtime::{name}", (function,), {})).apply
 

@@ -1,4 +1,4 @@
-"""`AdamW` for PyTorch: one launch of the package's kernel updates all parameters that have had equally many updates."""
+"""`AdamW` for PyTorch: on a GPU one kernel updates all parameters of a group that have had equally many updates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lt_runtime.training.fp8_weights import are_aligned
 
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
 _OTHERS: Final = ("master", "ema")
-"""The names of a state's FP32 tensors besides the moments."""
+"""The names in a parameter's state of the FP32 master copy and of the FP32 moving average."""
 
 
 class AdamW(torch.optim.AdamW):
@@ -31,7 +31,7 @@ class AdamW(torch.optim.AdamW):
     A CUDA graph that is captured from `step` reads learning rate and weight decay from the device. If `lr` is a tensor
     on the GPU, each replay reads it. Otherwise call `apply_settings` after a change. Run a step before the capture.
 
-    `load_state_dict` and `add_param_group` end all captured graphs of the optimizer: capture them anew.
+    After `load_state_dict` or `add_param_group`, graphs that were captured before must not be launched: capture anew.
 
     A state has the additional keys "master" and "ema". In training, parameters of equally many updates share a "step".
 
@@ -48,7 +48,7 @@ class AdamW(torch.optim.AdamW):
             BF16 moments are rounded stochastically.
         ema_decay: in [0, 1): keep an exponential moving average of each parameter in `state[parameter]["ema"]`, FP32,
             which is updated by each step that updates the parameter; None keeps none.
-        seed: of the random numbers that stochastic rounding draws; 64 bits.
+        seed: 64-bit seed of the random numbers for stochastic rounding.
 
     Attributes:
         grad_norm: FP32 tensor of shape (), the norm of the gradients in the last step, before clipping, over the groups
@@ -96,7 +96,10 @@ class AdamW(torch.optim.AdamW):
         self._forget()
 
     def _forget(self) -> None:
-        """Drops the buckets and the prepared steps; the next step makes them again from `state` and `param_groups`."""
+        """Drops the buckets and the prepared steps; the next step makes them again from `state` and `param_groups`.
+
+        A bucket has the parameters of one group that have had equally many updates.
+        """
         self._bucket_of: dict[Tensor, Bucket] = {}
         self._prepared: dict[Any, HostStep] = {}
         self._captured: list[Any] = []  # tensors that captured graphs read, and which must live as long as the graphs
@@ -115,7 +118,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`; moments, master copies and averages keep the types that they have here."""
+        """See `torch.optim.Optimizer`; moments, master copies and averages have the types that this optimizer uses."""
         groups = self.param_groups
         super().load_state_dict(state_dict)
         for old, new in zip(groups, self.param_groups, strict=True):
@@ -157,7 +160,7 @@ class AdamW(torch.optim.AdamW):
             closure: computes the loss and its gradients before the update.
 
         Returns:
-            What `closure` returns; None without a `closure`.
+            The loss that `closure` returns; None without a `closure`.
 
         Raises:
             DTypeError, LayoutError, DeviceError: a parameter or gradient is not accepted. Nothing has been updated.
@@ -207,7 +210,7 @@ class AdamW(torch.optim.AdamW):
         return *settings, *forms, *addresses, frozenset(tiles.items())
 
     def _prepare(self, active: list[Tensor], tiles: Tiles) -> HostStep:
-        """Sorts the parameters that have gradients into buckets, and prepares the launches for their addresses."""
+        """Sorts the parameters with gradients into buckets, and prepares the launches for their present addresses."""
         for parameter in active:
             self._check(parameter, active[0])
         updated = {*active}

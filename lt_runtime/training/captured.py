@@ -103,7 +103,8 @@ class StepBuffers:
         parts: inputs, targets and, if given, row weights of each micro-batch; zeros until the first batch.
         graph: the captured step; None before the capture, without graphs, and after the graph has been freed.
         weights: the copies of weights in FP8 that the graph reads and updates; None if it does not.
-        writer: stands in `writes` after a launch of the graph.
+        writer: is in `writes.latest` after a launch of this graph. Anything else there means that something has written
+            since, so that copies of weights in FP8 may be stale.
         in_place: whether the graph reads batches in place. If a batch is not aligned as the kernel needs, it is copied
             into the buffers before the launch.
         table: device address of the table.
@@ -141,7 +142,7 @@ class StepBuffers:
             self._copy.launch(places, stream, 0 if places else self.table)
 
     def claim(self, stream: int) -> None:
-        """Prepares a launch of the graph after something else may have written weights or scales of FP8."""
+        """Before a launch: renews the copies of weights in FP8 that other writes may have made stale."""
         if self.weights is not None:
             self.weights.remake(stream)
         writes.latest = self.writer
@@ -328,7 +329,7 @@ class GpuStep:
         out_of_memory = cupy().cuda.memory.OutOfMemoryError
         try:
             buffers = StepBuffers(batch, self._body.parts, stream)
-            # If no step has run, the rehearsal finds the scales of FP8 tensors from the real batch.
+            # The first rehearsal sets the scales of FP8 tensors, so that it needs the real batch, not zeros.
             if self._body.scales:
                 buffers.fill([(each.address, _pitch(each)) for each in batch], stream)
             with self._together():
@@ -353,7 +354,7 @@ class GpuStep:
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
-        """Within a `with` block, waits for the other processes of the group without a limit; at its end for all."""
+        """Within a `with` block, waits for other processes have no time limit; at its end waits for all processes."""
         if self._group is None:
             yield
             return
@@ -374,7 +375,7 @@ class GpuStep:
             self._body.share_scales(stream)
 
     def _rehearse_first(self, buffers: StepBuffers, stream: int, *, tunes: bool) -> None:
-        """Rehearses a step (runs it without the update), which makes the plans; then frees the rehearsal's memory.
+        """Rehearses a step (runs it without the update), which makes the plans; then frees its arrays.
 
         If tuning is on, layers and products of the rehearsal that the plan cache does not know are then measured. A
         step that is neither captured nor tuned needs a rehearsal only in a group, to make the scales of FP8 tensors.
@@ -431,7 +432,7 @@ class GpuStep:
 
 @contextlib.contextmanager
 def _step(stream: int) -> Iterator[None]:
-    """Opens the range of a step, and declares its stream to listeners."""
+    """Opens the profiler range of a step, and tells listeners its stream."""
     with ranges.on(stream), range_of(ranges.STEP):
         yield
 
