@@ -227,7 +227,7 @@ _ARRAY_PROTOCOLS: Final = ("__array_interface__", "__cuda_array_interface__", "_
 
 
 def _is_array(step: Any) -> bool:
-    """Whether an object has an array protocol. Its class is asked first, because a tensor takes 10 µs to make one."""
+    """Whether an object has an array protocol. The class is asked first, as a tensor makes the protocol in 10 µs."""
     return any(hasattr(owner, each) for owner in (type(step), step) for each in _ARRAY_PROTOCOLS)
 
 

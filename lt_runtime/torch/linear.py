@@ -257,9 +257,10 @@ class _OnGpu(torch.autograd.Function):
 
 
 def _kept_of(options: Options, operands: Tensors) -> tuple[list[Tensor], Any]:
-    """Computes y; returns each layer's output and the other tensors that backward needs, and where these are.
+    """Computes y, and returns all tensors that the layers have made, and a description of them.
 
-    The second result has the `Layer` of each layer, and for each the index of its saved tensor, or None.
+    The tensors are each layer's output, then the others that backward needs. The description has the `Layer` of each
+    layer, and for each layer the index of the tensor that it saves for backward, or None.
     """
     x, add, key, *parameters = operands
     kept: Any = [], [], []

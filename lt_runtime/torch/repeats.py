@@ -44,8 +44,8 @@ class _Step(NamedTuple):
             `step_address` is instead the place of the step among the operands.
         places: for each array of the call its place: the index in a list of the operands, followed by the tensors that
             the calls make; -1 for an absent array.
-        first: the made tensors, by their numbers, that are allocated before this call.
-        last: those that are freed after this call.
+        first: the indices, in the recipe's `forms`, of the tensors that are allocated before this call.
+        last: the indices of the tensors that are freed after this call.
     """
 
     prepared: Any
@@ -176,7 +176,7 @@ class _Recorder:
         return _Recipe(self._generation, tuple(self._forms), tuple(results), None, tuple(self._steps({*results})))
 
     def _number_of(self, result: Tensor) -> int:
-        """The number of a result among the tensors that the calls have made; -1 if it is none, or a part of one."""
+        """The index of a result among the tensors that the calls have made; -1 if it is none, or a part of one."""
         i = self._place_of.get(result.data_ptr(), 0) - self._count
         is_made = i >= 0 and not self._made[i].expired()
         return i if is_made and _is_plain(result) and result.nbytes == _bytes_of(self._forms[i]) else -1
@@ -207,7 +207,7 @@ class _Recorder:
         return True
 
     def _exists(self, address: int) -> bool:
-        """Whether an operand, or a tensor that a call has made and that is not freed, begins at an address."""
+        """Whether an operand begins at an address, or a tensor that a call has made and that still exists."""
         place = self._place_of.get(address)
         return place is not None and (place < self._count or not self._made[place - self._count].expired())
 

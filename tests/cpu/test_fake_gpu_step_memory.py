@@ -211,7 +211,7 @@ def test_a_call_that_a_block_binds_in_a_rehearsal_keeps_its_memory(gpu: FakeGpu)
     """The first captured step of a process frees memory of rehearsals, but not under a bound call that uses it."""
     lt, cp = gpu.lt, gpu.cp
     stream = importlib.import_module("lt_runtime.gpu.streams").private_stream(0, "training")
-    importlib.import_module("lt_runtime.gpu.memory").release(0, stream)  # as before the first step of a process
+    importlib.import_module("lt_runtime.gpu.memory").release(0, stream)  # The stream has no memory before a first step.
 
     class Projection(lt.Block):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:

@@ -240,7 +240,7 @@ MEMORY = np.empty(512, np.float32)
 
 
 def at(memory: Any) -> Any:
-    """A tensor (4, 32) of its own at the address of an array, as another one may have been before."""
+    """A new tensor (4, 32) at the address of an array: two such tensors have one address, but not one storage."""
     return torch.frombuffer(memory.data, dtype=torch.float32)[: 4 * 32].view(4, 32)
 
 

@@ -70,7 +70,7 @@ def test_what_is_of_no_known_library_has_no_signature(arrays: tuple[Any, ...]) -
 
 
 class Other(Array):
-    """Stands in for an array of the second such library, which names attributes differently."""
+    """Stands in for an array of another library with signatures, whose attributes have other names."""
 
     @property
     def place(self) -> int:
