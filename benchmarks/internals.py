@@ -1,7 +1,7 @@
 """Gives the suites access to private parts of lt_runtime: single kernels, a step's graph, plans of a second process.
 
-Only this module, `splits` and the modules that fit untuned choices import private parts. Suites import them inside
-functions, so that with `--ours` a suite runs on other versions of the package.
+Only this module, `splits`, `fp8` and the modules that fit untuned choices import private parts. Suites import them
+inside functions, so that with `--ours` a suite runs on other versions of the package.
 """
 
 from __future__ import annotations

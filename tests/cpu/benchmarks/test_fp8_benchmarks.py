@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -50,6 +51,23 @@ def test_our_steps_run_and_each_is_timed_in_bursts_and_sustained(
     assert found["sustained_us"]["lt"] < found["us"]["lt"], "more steps in a row"
     assert found["memory_ratio"] == 0.9
     assert found["first_loss"]["lt"] == pytest.approx(found["first_loss"]["lt_bf16"], rel=0.2)
+
+
+def test_the_timed_graph_casts_no_weight(
+    gpu: FakeGpu, benchmark_module: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the graph cast the first weight, 2 MiB, it would need more scratch memory than the step, and fail."""
+    suite, steps, internals = map(benchmark_module, ("fp8", "steps", "internals"))
+    monkeypatch.setattr(steps, "normal", lambda shape, dtype: gpu.cp.ones(shape, np.dtype(dtype)))
+    monkeypatch.setattr(steps, "synchronize", gpu.synchronize_all)
+    monkeypatch.setattr(steps.Setup, "restore", lambda setup: None)  # the pretended CuPy copies no memory
+    case = replace(suite.case((256, 8192, 256), 16), precision=gpu.lt.FP8(fallback=False))
+    monkeypatch.setattr(type(case), "tune", False)
+    setup = steps.Setup(case, gpu.cp.cuda.Stream())
+    with internals.own_training_stream():  # A stream without memory of earlier tests.
+        suite._contender(setup).replays(2)
+    gpu.synchronize_all()
+    assert setup.optimizer.steps.item() == 3
 
 
 def test_inference_in_bf16_is_not_measured_as_fp8(
