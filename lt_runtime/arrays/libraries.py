@@ -29,7 +29,7 @@ absent array), the second addresses (0 for an absent array). If an address is no
 ends with all alignments."""
 
 _looks: dict[type, Look] = {}
-_ABSENT: Final[Look] = (lambda _: 0), (lambda _: None)  # type: ignore[assignment,return-value]  # what None has
+_ABSENT: Final[Look] = (lambda _: 0), (lambda _: None)  # type: ignore[assignment,return-value]  # the Look of None
 
 current_streams: Final[dict[type, Callable[[int], int]]] = {}
 """For CuPy's and PyTorch's class of arrays, a function that returns the library's current stream on a device."""

@@ -173,7 +173,10 @@ def read_call(
 
 
 def read(name: str, array: Any, stream: int) -> Operand:
-    """Reads an array as an operand, and makes `stream` wait for earlier work on the array.
+    """Reads an array as an operand.
+
+    An array that is read by DLPack, or by a `__cuda_array_interface__` that names a stream, makes `stream` wait for
+    earlier work on it. For arrays of CuPy and PyTorch `stream` does not wait.
 
     Raises:
         DeviceError: the array is neither on a GPU nor a NumPy array.

@@ -81,7 +81,7 @@ def fetch(operand: Operand, stream: int) -> NDArray[Any]:
 
 
 def host_access(name: str, array: Any) -> tuple[Operand, int]:
-    """Reads an array whose values the host will read or write, and the current stream of the array's library.
+    """Returns the operand of an array that the host will read or write, and the current stream of the array's library.
 
     Raises:
         CaptureError: the current stream is being captured.

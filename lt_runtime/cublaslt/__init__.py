@@ -54,7 +54,7 @@ All functions of the headers of 13.0 to 13.10:
 | cublasLtMatmul | `matmul`, `PreparedMatmul` |
 | cublasLtMatrixTransform | `matrix_transform` |
 | cublasLtLoggerSetCallback | `logger_set_callback` |
-| cublasLtLoggerSetFile | not bound: takes a stream of C; `logger_open_file` takes /dev/stderr and /dev/fd/N too |
+| cublasLtLoggerSetFile | not bound: takes a C `FILE *`; `logger_open_file` takes /dev/stderr and /dev/fd/N too |
 | cublasLtLoggerOpenFile | `logger_open_file` |
 | cublasLtLoggerSetLevel | `logger_set_level` |
 | cublasLtLoggerSetMask | `logger_set_mask` |

@@ -99,7 +99,7 @@ KNOWN_BAD: Final[tuple[tuple[Callable[[Candidate], bool], str], ...]] = (
     ),
 )
 """Faults of single algorithms and epilogues: the condition under which a candidate has the fault, and the effect. The
-comment above an entry names the document that describes the fault.
+comment above an entry names the document that describes the fault, or says who saw it.
 
 Faults that no choice of algorithm avoids are handled elsewhere: unchecked alignments and workspaces, heuristic queries
 during a capture, ReLU's treatment of NaN."""

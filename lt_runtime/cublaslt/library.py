@@ -132,7 +132,7 @@ def loaded() -> Library:
     The library is the file that LT_RUNTIME_CUBLASLT names, otherwise the one in NVIDIA's wheels or toolkits.
 
     Raises:
-        MissingLibraryError: cuBLASLt is not installed.
+        MissingLibraryError: cuBLASLt is not installed, or the file cannot be loaded.
     """
     from cuda import pathfinder
 

@@ -56,7 +56,8 @@ def validate(desc: MatmulDesc, a: MatrixLayout, b: MatrixLayout, c: MatrixLayout
 
     Raises:
         ArgumentError: the leading dimension of an operand or of the auxiliary matrix is too small, or the auxiliary
-            matrix's is not a multiple of 128 (ReLU) or 8 (GELU).
+            matrix's is not a multiple of 128 (ReLU) or 8 (GELU); or matrices of a batch would overlap in the auxiliary
+            matrix or in the bias gradient.
         ShapeError: the shapes do not fit.
         LayoutError: the matrices of the batch D overlap.
         DTypeError: the library does not support this combination of types.
@@ -138,7 +139,7 @@ def _check_epilogue(desc: MatmulDesc, a: MatrixLayout, d: MatrixLayout) -> None:
     epilogue, own = Epilogue(desc.recall(_M.EPILOGUE)), d.recall(_L.TYPE)
     is_batch = d.recall(_L.BATCH_COUNT) > 1
     if epilogue.has_aux:
-        # Required multiple of the leading dimension: elements for GELU, bits for ReLU's mask.
+        # The leading dimension must be a multiple of this: of elements for GELU, of bits for ReLU's mask.
         unit = 8 if epilogue.has_gelu else 128
         rows, leading = d.recall(_L.ROWS), desc.recall(_M.EPILOGUE_AUX_LD)
         if leading % unit or leading < rows:

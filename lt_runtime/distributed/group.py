@@ -85,7 +85,7 @@ class Group(Fixed):
         return f"Group(rank={self.rank}, size={self.size}, timeout={self.timeout:g})"
 
     def engine(self, device: int | None) -> Engine:
-        """The engine for arrays on a device, an ordinal or None for the host; the first call makes it together.
+        """The engine for arrays on a device, an ordinal or None for the host; processes make the first call together.
 
         Raises:
             GroupError: two processes have the same GPU, or nothing carries arrays of this kind.
@@ -169,7 +169,7 @@ class Group(Fixed):
 
         Raises:
             KindError: the value has a type that JSON lacks.
-            GroupError: the values differ. All processes raise it, and it names those that differ from most others.
+            GroupError: the values differ. All processes raise it; it names the first one that differs from most others.
         """
         try:
             own = json.dumps(value, sort_keys=True)

@@ -32,8 +32,8 @@ class MpiWire:
     """Exchanges values over MPI, see `Wire`; it is also the engine for NumPy arrays, see `Engine`.
 
     Each wait is a loop that looks at a nonblocking operation. A process that has waited for too long asks all others
-    over a second communicator; those that wait too answer from their loops, and all others are missing. A process that
-    ends before `close` tells the others: a process that waits for it later aborts at once, not only at the limit.
+    over a separate communicator; those that wait too answer from their loops, and all others are missing. A process
+    that ends before `close` tells the others: a process that waits for it later aborts at once, not only at the limit.
     """
 
     def __init__(self, limit: float) -> None:

@@ -47,7 +47,9 @@ _TOOLKIT_HEADERS: Final = ("cuda_bf16.h", "cuda_bf16.hpp", "cuda_fp16.h", "cuda_
 
 _NVRTC: Final = "libnvrtc.so.13"
 _SEARCHED_FIRST: Final = ("site-packages", "conda")
-"""Places in which cuda.pathfinder may look for a library without loading it."""
+"""The places that cuda.pathfinder searches for a library before it asks the system's loader. The NVRTC in the place
+where its headers are found is therefore the NVRTC that would be loaded.
+"""
 _HEAD_BYTES: Final = 4096
 
 # Limit of the bytes of all files in the kernel cache.
@@ -114,7 +116,7 @@ def _key(source: str, code: bytes, options: Sequence[bytes], library: Path) -> s
     """A digest of everything that the machine code depends on.
 
     The compiler is identified by the size, modification time and first bytes of its file, which contain the sizes of
-    all sections.
+    all ELF segments.
     """
     with library.open("rb") as file:
         status = os.fstat(file.fileno())
@@ -208,13 +210,13 @@ def _call(function: str, *arguments: Any) -> Any:
 
 
 class KernelCache:
-    """A directory of files of machine code by key. The directory need not exist yet.
+    """A directory with one file of machine code for each key; `put` makes the directory.
 
     The modification time of a file is set at each use. When all files together exceed the limit, the least recently
     used are deleted.
 
     Args:
-        directory: a directory inside the cache directory; see `private`.
+        directory: a directory inside the cache directory; see `read_private`.
         limit: largest total size of the files in bytes.
     """
 

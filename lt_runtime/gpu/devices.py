@@ -69,7 +69,7 @@ def parse_device(device: object) -> int | None:
     Args:
         device: a GPU's ordinal N; "cpu", "cuda" (the first GPU), "cuda:N" or "N"; "auto", which is the host if
             there is no GPU, and otherwise the first GPU, or for a process of mpiexec, srun or torchrun the GPU of its
-            number on this machine; or an object with `type` and `index`, such as a `torch.device`.
+            local rank, modulo the number of GPUs; or an object with `type` and `index`, such as a `torch.device`.
 
     Raises:
         ArgumentError: another value, or a GPU that this machine does not have.
@@ -126,7 +126,7 @@ def check_fp8(device: int) -> None:
 
 
 def kernel_driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str | None:
-    """The version of the NVIDIA driver, such as 580.95.05; None under WSL, which lacks the file.
+    """The version of the NVIDIA driver, such as 580.95.05; None without the file, as under WSL.
 
     CUDA itself reports only the CUDA version that the driver supports.
     """

@@ -102,7 +102,7 @@ def is_capturing(stream: int) -> bool:
     state = ctypes.c_int()
     if status := function("cuStreamIsCapturing")(stream, ctypes.addressof(state)):
         check("cuStreamIsCapturing", status)
-    return state.value != 0  # the driver's constant CU_STREAM_CAPTURE_STATUS_NONE: the stream is not being captured
+    return state.value != 0  # 0 is CU_STREAM_CAPTURE_STATUS_NONE; an invalidated capture counts too
 
 
 class _Attribute(ctypes.Structure):

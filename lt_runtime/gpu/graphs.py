@@ -91,7 +91,7 @@ def host_values(node: int) -> tuple[bytes, ...]:
 
 
 def exchange_values(executable: Any, node: int, source: int) -> None:
-    """Copies a kernel's arguments or a memset's value into a node of an executable graph.
+    """Copies all parameters of a kernel node (arguments, grid) or of a memset node into a node of an executable graph.
 
     Args:
         executable: the executable graph.
@@ -99,8 +99,8 @@ def exchange_values(executable: Any, node: int, source: int) -> None:
         source: the node to copy from, of the same type, in any graph.
 
     Raises:
-        DriverError: the driver cannot set the values of `source` in `node`, for example because it belongs to another
-            kernel.
+        DriverError: the driver cannot give `node` the parameters of `source`, for example because their kernels belong
+            to different contexts.
     """
     if node_type(node) == "MEMSET":
         context = call("cuCtxGetCurrent")

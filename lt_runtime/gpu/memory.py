@@ -82,7 +82,7 @@ class StreamMemory:
         return view
 
     def scratch(self, size: int) -> int:
-        """Address of `size` bytes for an operation, 256-byte aligned, valid until the next call.
+        """Address of `size` bytes for an operation, 256-byte aligned. The stream's next operation may overwrite them.
 
         Raises:
             CaptureError: the buffer would have to grow while the stream is captured.

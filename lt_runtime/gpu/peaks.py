@@ -13,7 +13,7 @@ multiprocessors and the boost clock. The peak rates in TFLOP/s are:
 - B200: 2250 in FP16 and BF16, 1100 in TF32, 37 in FP64.
 - GB202 (RTX PRO 6000): 504 in FP16 and BF16, 252 in TF32.
 
-In FP8 the rates of the tensor cores that have it are twice those in FP16.
+Tensor cores that support FP8 have twice their FP16 rate in FP8.
 
 GeForce boards of the same compute capabilities have half the rate if sums are in FP32, and cannot be distinguished
 here. The peak assumes the highest clock, which few GPUs hold under load: 75 % of it is good for a matrix product.
@@ -65,7 +65,10 @@ class Hardware(NamedTuple):
         return _DATA_RATE * self.memory_clock_khz * 1e3 * self.bus_bits / _BITS
 
     def flops_per_s(self, dtype: DType, compute: Compute) -> float:
-        """Peak rate of products in FLOP/s; 0.0 if it is not known, or if the hardware has no unit for the type."""
+        """Peak rate of products in FLOP/s; 0.0 if `_RATES` has none.
+
+        FP8 is taken as twice the 16-bit rate on every GPU, although GPUs before Ada have no FP8.
+        """
         sixteen_bits, tf32, fp32, fp64 = _RATES.get(self.capability, (0, 0, 0, 0))
         rate = {DType.FLOAT64: fp64, DType.FLOAT32: fp32}.get(
             dtype, 2 * sixteen_bits if dtype.is_float8 else sixteen_bits

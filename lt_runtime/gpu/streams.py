@@ -35,7 +35,7 @@ def stream_handle(stream: Any, device: int, current: Callable[[int], int] = cupy
 
     Raises:
         KindError: anything else.
-        ArgumentError: a negative handle.
+        ArgumentError: an int that is negative, or has more than 64 bits.
         DeviceError: a stream of another device.
     """
     if stream is None:

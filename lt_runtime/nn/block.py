@@ -283,7 +283,7 @@ class Block:
 
 
 def _cell(value: object) -> str:
-    """An attribute of a block as a cell of its table; empty if a block of the package has no such attribute."""
+    """An attribute of a block as a cell of its table; empty if the block does not have the attribute."""
     if isinstance(value, Activation):
         return value.name
     if isinstance(value, Parameter):

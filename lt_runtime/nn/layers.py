@@ -171,7 +171,7 @@ class Gated(Block):
         h, rng = self.up.forward(x, run), run.rng(self.seed)
         gate = GatedContext(h, self.activation, self.dropout if rng else 0.0, rng if self.dropout else None)
         run.keep(gate, self._scales_for_gate(h) if rng else None)
-        # If backward recomputes y, the layer keeps half of h in y's place, which has y's shape and is kept anyway.
+        # If backward recomputes the gated values, `down` keeps half of h, which has their shape, in their place.
         stand_in = h[..., : self.down.inputs] if self.recompute else None
         return forward_layers([self.down], h, run, add=add, stand_in=stand_in, gate=gate)
 

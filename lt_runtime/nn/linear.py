@@ -73,8 +73,8 @@ class Linear(Block):
             in FP8 too, with the scales of training or of the file. Without scales, the first call finds them from its
             own x. On a GPU later calls read a copy of the weight in FP8, of one byte per element, see
             `Parameter.renew_copies`; a weight for which an optimizer has been made is cast in each call. Layers in
-            FP32, those with another activation than "none", "relu" and "gelu", and those whose outputs are joined by an
-            `lt.Parallel` stay in `dtype` for inference.
+            FP32, those with another activation than "none", "relu" and "gelu", and those whose outputs an `lt.Parallel`
+            concatenates stay in `dtype` for inference.
 
     Attributes:
         weight: (outputs, inputs).
@@ -254,7 +254,7 @@ def backward_layers(
     If the gradient with respect to the inputs is not read, no layer below the lowest one with a trained parameter runs.
 
     Args:
-        dy: a list of one array, which is removed from it, so that it is freed after its last reader.
+        dy: a list of one array. The array is removed from the list, so that it is freed after its last reader.
         add: an array to add to the gradient with respect to the inputs.
         remake: for a single layer whose forward kept a stand-in for x: a function that takes the gradient with respect
             to x, and returns x, possibly in the gradient's memory.

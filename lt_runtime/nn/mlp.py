@@ -52,7 +52,7 @@ class MLP(Block, surrounded=False):
         dtype: FP32, FP16 or BF16, as a name or as a type of NumPy, `ml_dtypes` or PyTorch. Below FP32 each parameter
             has an FP32 master copy.
         master_weights: False makes no master copies in BF16, for `lt.AdamW(..., stochastic_rounding=True)`, which
-            updates the parameters themselves. Any other optimizer makes its own copies.
+            updates the parameters themselves. An optimizer without `stochastic_rounding` makes master copies.
         dropout: probability after each hidden layer, rounded to a multiple of 2^-16; or a sequence with one for each
             layer.
         bias: whether the layers have a bias, the last included; or a sequence with one for each layer.
@@ -124,7 +124,7 @@ class MLP(Block, surrounded=False):
         """Weights and biases, layer by layer; a layer without a bias has its weight alone.
 
         A parameter of two layers is listed twice, which optimizers refuse: the kernels of narrow MLPs would not add its
-        gradients. In an `lt.Chain` of `lt.Linear` layers may share parameters.
+        gradients. In an `lt.Chain` of `lt.Linear`, layers may share parameters.
         """
         super().parameters()  # this call also sets the parameters' names
         return [each for layer in self.layers for each in (layer.weight, layer.bias) if each is not None]

@@ -35,7 +35,7 @@ class NarrowPasses:
         is_plain = len(hidden) == 1 and layers[-1].activation == Activation()
         # `_device` is None if the fused kernels do not support the model, whatever the number of rows.
         self._device = device if is_plain and device is not None and supports(self._problem, device) else None
-        # For numbers of rows, gradients and a loss: whether to use the passes, and the result of `_reasons`.
+        # Maps (rows, backward, loss) to whether the passes are used, and to the result of `_reasons`.
         self._chosen: dict[tuple[int, bool, bool], tuple[bool, list[str | None]]] = {}
         self._generation: object = None
 
@@ -43,8 +43,8 @@ class NarrowPasses:
         """Whether to use the fused passes for inputs x.
 
         The answer is False for a model that the kernels do not support with any number of rows, for a model with a
-        layer in FP8, and for inputs that do not fit the model: the layers then raise the error. With gradients the
-        layers' states tell why they are not in FP8.
+        layer in FP8, and for inputs that do not fit the model: the layers then raise the error. If the answer is True
+        and `backward` is set, each layer's `FP8State.fallback` becomes the reason why the layer is not in FP8.
 
         Args:
             stream: the stream of the passes, or None for the current one of x's library. While it is being captured,

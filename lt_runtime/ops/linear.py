@@ -207,8 +207,8 @@ def linear_bwd(
 
     Raises:
         KindError: `ctx` or `through` is no context.
-        ArgumentError: `accumulate` or `accumulate_dx` without the buffers to add to; `through` without dx, or with
-            `accumulate_dx`; `through` is of a layer whose y is not this layer's x.
+        ArgumentError: `accumulate` or `accumulate_dx` without the buffers to add to; `through` without dx, with
+            `accumulate_dx`, or for a layer in FP8; `through` is of a layer whose y is not this layer's x.
         ShapeError: the y of the layer of `through` has another shape than this layer's x.
         OperandError, CaptureError, GpuError: as in `linear_fwd`.
     """

@@ -308,10 +308,11 @@ def matmul(
     """D = epilogue(α·A·B + β·C + bias), for one pair of matrices or a batch of them.
 
     Operands are read where they lie: row- or column-major, with any leading dimension, transposed, or a batch with
-    any stride, 0 included. On a GPU a call is one kernel of cuBLASLt's, and at most one more: if cuBLASLt refuses an
-    epilogue, or is known to get it wrong, a pass of ours follows the plain product. Nothing is converted. cuBLASLt is
-    slow for some operands, such as rows that are no multiple of 16 bytes: a kernel before and a kernel after the
-    product may then copy operands and result, if that was measured, or for large products estimated, to be faster.
+    any stride, 0 included, and are never converted. On a GPU one kernel computes the product: cuBLASLt's, or one of
+    ours if it is expected to be faster, as for a tiny dimension. If cuBLASLt refuses an epilogue, or is known to get it
+    wrong, a pass of ours follows the plain product. cuBLASLt is slow for some operands, such as rows that are no
+    multiple of 16 bytes: a kernel before and a kernel after the product may then copy operands and result, if that was
+    measured, or for large products estimated, to be faster.
 
     Products accumulate in FP32, float64 products in float64; D is rounded once, after the epilogue. There are two
     exceptions, seen on an H200 in dozens of shapes: cuBLASLt rounds a 16-bit product before it adds β·C if there is no

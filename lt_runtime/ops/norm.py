@@ -232,8 +232,8 @@ def layer_norm_fwd(
         weight: (N,), of x's type or float32. bias: (N,), of weight's type, or None.
         eps: finite and not negative.
         add: (..., N), of x's type: a residual. The sum x + add is rounded to x's type and normalised in place of x.
-        out: (..., N) buffer for y; may be x or `add` itself. Backward needs what was normalised: without `add`, y
-            over x makes its result wrong.
+        out: (..., N) buffer for y; may be x or `add` itself. Backward reads the array that was normalised: without
+            `add`, writing y over x makes the gradients wrong.
         out_sum: (..., N) buffer for the sum; may be x or `add` itself.
         out_mean, out_rstd: (rows,) FP32 buffers for the statistics; with all buffers nothing is allocated.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library

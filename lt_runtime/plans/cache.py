@@ -33,9 +33,9 @@ LayerPlan: TypeAlias = ForwardPlan | BackwardPlan
 Strategy: TypeAlias = ForwardStrategy | BackwardStrategy
 
 FUSED_MLP: Final = "fused_mlp"
-"""Key of an MLP's strategy in the plan cache: True if each pass is one kernel, False if each layer runs by itself."""
+"""Key of an MLP's strategy in the plan cache: True for fused kernels (see `MlpPlan`), False to run layer by layer."""
 IN_FP8: Final = "fp8"
-"""Key of an `Fp8ChainProblem`'s strategy in the plan cache: True if the products are in FP8, False in the own type."""
+"""Key of an `Fp8ChainProblem`'s strategy in the plan cache: True for products in FP8, False for the own type."""
 _YES_OR_NO: Final = {MLPProblem: FUSED_MLP, Fp8ChainProblem: IN_FP8}
 
 OnMiss: TypeAlias = Callable[[Problem, int], object]

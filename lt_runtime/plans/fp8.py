@@ -148,7 +148,7 @@ class Fp8ForwardPlan(Plan):
         self._adds_bias = layer.bias is not None and dtype.itemsize == 2 and layer.bias >= VECTOR_BYTES
         pass_adds = layer.bias is not None and not self._adds_bias
         has_pass = any((keeps_product, pass_adds, layer.dropout, layer.addend, layer.activation != Activation()))
-        # The product may not lie in y before the pass has read an addend, because y may be the addend's memory.
+        # The product must not overwrite y before the pass has read an addend, because y may be the addend's memory.
         self._is_apart = layer.addend is not None and not keeps_product
         apart = Spec(packed(rows, cols, order=layer.y.layout.order))
         d = self.kept_spec or (apart if self._is_apart else layer.y)
@@ -160,7 +160,7 @@ class Fp8ForwardPlan(Plan):
         self._product = known_algorithm(product, device)
         self.products = {"y": self._product}
         self._pass = ForwardPass(layer, product, self.kept_spec if pass_adds else None, device) if has_pass else None
-        # 1 / scale of each row of x, and of each row of w; both in FP8; the product.
+        # Scratch memory, in order: 1 / scale of each row of x, and of w; x and w in FP8; the product.
         casts_x, casts_w = not (precision.has_x8 or precision.returns_x8), not precision.has_w8
         sizes = (
             *(self._by_rows * _WORD * each for each in (rows, cols)),
@@ -215,11 +215,11 @@ def fp8_kept_spec(problem: ForwardProblem) -> Spec | None:
 
 
 def casts_dz(problem: BackwardProblem, precision: Precision) -> bool:
-    """Whether dz is cast before it is rounded to the layer's type.
+    """Whether dz is cast before it is rounded to the layer's type, provided that the operands allow vector loads.
 
     dz is cast before it is rounded if the caller does not want dz itself, the layer's type is BF16, and each tensor has
-    one scale. If the operands also allow vector loads, one pass then computes dz, casts dz, and computes the bias
-    gradient.
+    one scale. One pass then computes dz, casts dz, and computes the bias gradient. Without vector loads another pass
+    computes and rounds dz before the cast.
     """
     wants_product = problem.dx is not None or problem.dw is not None
     is_possible = problem.dtype is DType.BFLOAT16 and not precision.recipe.by_rows
@@ -277,7 +277,7 @@ class Fp8BackwardPlan(Plan):
             if d is not None:
                 product = _product(recipe, recipe.dtypes[DY], dtype, (a, b, d), fast=is_fast)
                 self.products[name] = known_algorithm(replace(product, c=d if self._betas[name] else None), device)
-        # dz; partial sums of the bias gradient; dz in FP8 and its transpose; 1 / scale of each row of both.
+        # Scratch memory, in order: dz; partial sums of db; dz in FP8 and its transpose; 1 / scale of each row of both.
         keeps_dz, sums, self._by_rows = self._makes_dz and layer.dz is None, self._pass or self._cast, recipe.by_rows
         casts = self._cast is not None
         sizes = (
@@ -286,7 +286,7 @@ class Fp8BackwardPlan(Plan):
             *(self._by_rows * _WORD * each for each in (m, n)),
         )
         _, *self._offsets, self._scratch_bytes = itertools.accumulate(map(aligned, sizes), initial=0)
-        # Distance in bytes from 1 / scale of x, the first word of what forward kept, to 1 / scale of w.
+        # Distance in bytes from 1 / scale of x, which lies at the address `cast_slots` in `put`, to 1 / scale of w.
         self._pitch = _WORD * k if self._by_rows else SLOT
 
     def reserve(self, memory: StreamMemory) -> None:

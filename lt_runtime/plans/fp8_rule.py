@@ -17,8 +17,8 @@ from lt_runtime.store.plan_store import plan_store
 
 # Fractions of the peak rates that are reached on an H200 by products of 16-bit matrices, products in FP8, and casts.
 _OWN, _FP8, _CASTS = 0.75, 0.65, 0.7
-# Forward and backward in FP8 launch four operations more than in the layer's own type; finding the scale of each of the
-# three tensors from its present values takes three more.
+# Forward and backward in FP8 launch four operations more than in the layer's own type. To find scales from the present
+# values takes three more for each of the three tensors.
 _LAUNCHES: Final = 4
 _CALIBRATION: Final = 9
 _LAUNCH_US: Final = 1.5

@@ -41,7 +41,7 @@ class ForwardPlan(Plan):
         self.kept_spec = kept_spec(problem, strategy.saved)
         self._adds_bias, self._writes_aux = strategy.epilogue.has_bias, strategy.epilogue.has_aux_output
         has_pass, pass_adds = leaves_a_pass(problem, strategy), problem.bias is not None and not self._adds_bias
-        # The product is stored in FP32: otherwise our kernel would add the bias to a product rounded to 16 bits.
+        # If our kernel adds the bias, the product is stored in FP32, so that it is not rounded to 16 bits first.
         self._product_dtype = DType.FLOAT32 if pass_adds else problem.dtype
         is_exact = self._product_dtype is not problem.dtype
         # If the product has the problem's type, it is written into the buffer of the pre-activation, to save a copy.

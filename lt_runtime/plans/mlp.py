@@ -1,4 +1,4 @@
-"""Plans that run a pass of a narrow MLP in one kernel, and the choice between them and running layer by layer."""
+"""Plans that run a pass of a narrow MLP in fused kernels, and the choice between them and running layer by layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lt_runtime.store.plan_store import plan_store
 
 
 def is_fused(problem: MLPProblem, device: int) -> bool:
-    """Whether each pass of an MLP runs in one kernel: the measured choice, or, if unmeasured, whenever possible."""
+    """Whether the passes of an MLP run in fused kernels: the measured choice, or, if unmeasured, whenever possible."""
     entry = known_layer(problem, plan_store(device))
     return supports(problem, device) and (entry is None or entry.strategy[FUSED_MLP] is True)
 
@@ -28,6 +28,9 @@ def mlp_plans(problem: MLPProblem, device: int) -> tuple[MlpPlan, ...]:
 
 class MlpPlan(PassPlan):
     """A pass of an MLP: the gradients of its parameters if `problem.backward` is set, otherwise its outputs.
+
+    A forward pass is one kernel for all layers. A backward pass is one to three kernels, of which each computes the
+    gradients of some layers, and a kernel that adds up the partial sums of their blocks.
 
     A call's addresses are those of x, of the outputs y or of their gradient dy, of each layer's weight and bias, and of
     the gradients of weights and biases. With a loss, the targets' address replaces dy's, and the loss's address

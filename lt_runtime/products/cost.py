@@ -53,7 +53,7 @@ _K_MAJOR_TF32: Final = _Rates(5.3, 150e6, 3.3e6)
 _RAGGED_TF32: Final = _Rates(3.5, 44e6, 1.8e6)
 _RAGGED_TF32_LONG_K: Final = _Rates(6.5, 44e6, 1.8e6)
 _LONG_K: Final = 384
-"""From this K on, cuBLASLt mostly splits K of ragged TF32 products among blocks, and adds up partial sums."""
+"""Above this K cuBLASLt mostly splits K of ragged TF32 products among blocks, and adds up partial sums."""
 _RAGGED_TF32_OVER_ROWS: Final = _Rates(8.0, 44e6, 2.7e6)
 """Rates for a product that sums over rows of both operands, such as a weight gradient: cuBLASLt splits the sum."""
 _FP32: Final = _Rates(2.9, 18e6, 4e6)
@@ -182,7 +182,7 @@ def copies_us(problem: MatmulProblem, *, k_major: bool = False) -> float:
         elements["a"] //= 2
     moved = sum(elements.values()) * problem.dtype.itemsize
     us = library_us(padded)
-    if k_major:  # cuBLASLt hardly splits K for copies along K, so that few tiles keep few multiprocessors busy.
+    if k_major:  # For copies along K, cuBLASLt splits K only with very few tiles, and few tiles fill few SMs.
         tiles = math.ceil(problem.m / 64) * math.ceil(problem.n / 128)
         busy = min(max(tiles / _FILLED, _LEAST_BUSY), 1.0)
         us += problem.m * problem.n * problem.k / _K_MAJOR_TF32.multiplied * (1 / busy - 1)

@@ -99,10 +99,11 @@ def _changes_16_bits(problem: MatmulProblem) -> bool:
 
 
 def rounds_over_c(problem: MatmulProblem) -> bool:
-    """Whether cuBLASLt rounds a 16-bit product several times if C is D's memory, and C is copied because of that.
+    """Whether cuBLASLt rounds a 16-bit product several times if C is D's memory. `MatmulPlan` then copies C first.
 
-    On an H200 cuBLASLt 13.1 rounds the product with the bias, and adds that to D in memory. If C lies elsewhere, it
-    rounds once. Without an epilogue it also rounds before it adds to D, which is documented and not prevented.
+    On an H200 cuBLASLt 13.1 rounds the sum of product and bias, and adds the rounded sum to D in memory. If C lies
+    elsewhere, it rounds once. Without an epilogue it also rounds before it adds to D, which is documented and not
+    prevented.
     """
     return problem.c is not None and problem.epilogue is Epilogue.BIAS and problem.d_dtype.itemsize == 2
 
@@ -138,7 +139,8 @@ class MatmulPlan(AlgorithmPlan):
         types: the types by which cuBLASLt lists algorithms; see `library_types`.
         reductions: how an algorithm may sum the parts of a split K.
         workspace_size: bytes that cuBLASLt may use.
-        candidates: the algorithms that the heuristic returns, best first, without those known to compute wrong results.
+        candidates: the algorithms that the heuristic returns, without those known to compute wrong results; of each
+            query the best first. Empty if `algorithm` is given.
         algorithm: the algorithm that is used; None if there is nothing to multiply.
 
     Raises:
@@ -192,7 +194,8 @@ class MatmulPlan(AlgorithmPlan):
         """Chooses one of the algorithms that cuBLASLt's heuristic offers.
 
         If `rank` is given, the algorithm is the candidate with this index. Otherwise it is the one that
-        `most_promising` chooses or, if that launches more than two kernels, the first candidate that does not.
+        `most_promising` chooses. If that launches more than two kernels, it is the first candidate or, with an
+        epilogue, the first candidate that launches at most two.
 
         The limit of two exists because three kernels, which some algorithms launch for an epilogue, take longer than a
         plain product and a pass of ours. For a plain product small enough to fill the GPU at most once, an algorithm
@@ -228,7 +231,10 @@ class MatmulPlan(AlgorithmPlan):
         raise PlanError(f"none of cuBLASLt's {len(self.candidates)} algorithms is lean enough for {self.problem}")
 
     def launches_at_most_two_kernels_by(self, algorithm: cublaslt.Algorithm) -> bool:
-        """Whether a launch with the given algorithm succeeds, and consists of at most two kernels and of memsets."""
+        """Whether a launch with the given algorithm succeeds, with at most two kernels besides memsets.
+
+        The limit is one kernel with `no_split_k`, or if a second kernel would round again (see `_is_cut_in_two`).
+        """
         nodes = self.nodes(algorithm)
         most = 1 if self.problem.no_split_k or self._is_cut_in_two(algorithm) else _MAX_KERNELS
         return 0 < nodes.count("KERNEL") <= most and set(nodes) <= {"KERNEL", "MEMSET"}
@@ -255,7 +261,7 @@ class MatmulPlan(AlgorithmPlan):
             return []
 
     def _unread(self, d: int) -> int:
-        """Returns what cuBLASLt gets as C if the product adds none: D's address, or NULL if D is in FP8.
+        """The address that cuBLASLt gets for C if the product adds no C: D's address, or NULL if D is in FP8.
 
         cuBLASLt refuses a C at D's address that has another layout, and C is never in FP8.
         """

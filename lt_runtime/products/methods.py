@@ -121,7 +121,7 @@ class Method:
 
 
 def _is_copied(problem: MatmulProblem, *, k_major: bool = False) -> bool:
-    """Whether an operand must be copied to be padded; with `k_major`, also that K-major copies of it can be made."""
+    """Whether padding copies an operand; with `k_major`, whether copies contiguous along K are supported too."""
     return padded_problem(problem) is not None and (not k_major or padded_problem(problem, k_major=True) is not None)
 
 
@@ -156,13 +156,13 @@ def split_blob(blob: bytes) -> tuple[Method, bytes]:
 def fastest_first(problem: MatmulProblem) -> list[Method]:
     """The methods to try for a product that was not measured, those estimated to be fastest first.
 
-    Padded copies must be faster by a margin, because each copy is an additional kernel. So must our kernel for ragged
-    rows if there is no epilogue to fuse: it occupies the GPU, so that no weight gradient runs concurrently, and it does
-    not share a padded copy with the weight gradient.
+    Padded copies must be faster by a margin, see `_COPIES_MARGIN_US`. So must our kernel for ragged rows if there is no
+    epilogue to fuse: it occupies the GPU, so that no weight gradient runs concurrently, and it does not share a padded
+    copy with the weight gradient.
 
     With an epilogue, methods that are estimated to be slower than cuBLASLt are left out, except our own kernels, which
-    can fuse it. If cuBLASLt would round the product before the epilogue, or refuses to sum an operand, slower kernels
-    of ours are left out too: a pass of ours after cuBLASLt's plain product is then faster.
+    can fuse it. If cuBLASLt would round the product before the epilogue, or if the epilogue sums an operand, slower
+    kernels of ours are left out too: a pass of ours after cuBLASLt's plain product is then faster.
     """
     estimates = estimated_us(problem)
     for method in estimates:

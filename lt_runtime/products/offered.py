@@ -139,7 +139,7 @@ def most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
 
 
 def _most_promising(problem: MatmulProblem, offers: Sequence[Offered]) -> int:
-    """The index that `most_promising` returns if no offer, or every offer, uses a kernel of `_SELDOM_FAST`."""
+    """Applies the module's rules to offers from which `most_promising` has removed slow kernels; returns an index."""
     first, is_tf32 = offers[0], problem.compute is Compute.TF32
     lies_along_k = problem.b.layout.order is Order.COLUMN  # B is contiguous along K, as in a forward pass
     is_ragged = not are_whole(problem.dtype, problem.a, problem.b, problem.d)

@@ -42,11 +42,11 @@ _MEMORY_SHARE: Final = 64
 def padded_problem(problem: MatmulProblem, *, k_major: bool = False) -> MatmulProblem | None:
     """The product of padded copies; None if no operand would change, or if padding does not support the product.
 
-    An operand is not copied if its rows are not ragged and its extents and order stay the same.
+    An operand is copied only if its rows are ragged, or if its extents or its order change.
 
     Args:
-        k_major: whether the copies of A and B are contiguous along K. Only TF32 products of which an operand is not
-            already contiguous along K are supported.
+        k_major: whether the copies of A and B are contiguous along K. Supported are TF32 products with
+            an operand that is not contiguous along K, and with an epilogue that sums no operand.
     """
     if problem.dtype is not problem.d_dtype or problem.batch != 1 or not on_tensor_cores(problem):
         return None
@@ -80,7 +80,7 @@ def on_tensor_cores(problem: MatmulProblem) -> bool:
 
 
 def _rounded(problem: MatmulProblem, a: Order, b: Order) -> tuple[int, int, int]:
-    """M, N and K, rounded up to multiples of 8 where a copy of A or B, of order `a` or `b`, is contiguous."""
+    """M, N and K, rounded up to multiples of 8 where D, or A or B in the order `a` or `b`, is contiguous along them."""
     d = problem.d.layout.order
     grows_m = Order.COLUMN in (a, d)
     grows_n, grows_k = Order.ROW in (b, d), a is Order.ROW or b is Order.COLUMN

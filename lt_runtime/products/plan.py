@@ -30,7 +30,7 @@ class Plan(ABC):
 
     @property
     def moved(self) -> int:
-        """Bytes that copies of operands, and passes without a product, read and write in one run.
+        """Bytes that the plan's elementwise kernels and its copies of operands read and write in one run.
 
         The result is the sum of `moved` over all attributes of the plan that have it, including plans of products. A
         `MatmulPass` has no `moved`, and is left out.
@@ -112,7 +112,9 @@ class AlgorithmPlan(Plan):
 
     @property
     def launches_at_most_two_kernels(self) -> bool:
-        """Whether a launch succeeds with at most two kernels (with `no_split_k`: one) besides memsets.
+        """Whether a launch succeeds with at most two kernels besides memsets.
+
+        For cuBLASLt the limit may be one kernel, see `MatmulPlan.launches_at_most_two_kernels_by`.
 
         On Hopper the fastest algorithms for large products have a memset before the kernel, which clears the counter by
         which blocks claim tiles. Measured times include the memset. Our own kernels take one launch.

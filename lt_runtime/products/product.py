@@ -69,7 +69,7 @@ def _needs_pass(problem: MatmulProblem) -> bool:
 
 
 class ProductPlan(Plan):
-    """One product with its epilogue on one device, in at most two kernels besides copies of operands.
+    """One product with its epilogue on one device, as a rule in at most two kernels besides copies of operands.
 
     If cuBLASLt's fused epilogue would need a memset that the plain product does not need, our pass applies the
     epilogue.

@@ -36,8 +36,8 @@ _LOCAL: Final = 0xFFFFFFFF
 """Mask of the lower 32 bits of a node's id, which identify the node in its graph; the upper 32 are the graph's."""
 
 _numbers: Final = itertools.count(1)
-"""Numbers for paths of ranges. None is used twice, because CUPTI links calls to the ids of ranges that are still open
-after a profile's end."""
+"""Numbers for paths of ranges. No number is used twice, because CUPTI links calls to the ids of ranges that are still
+open after a profile's end."""
 
 
 class _Thread(threading.local):

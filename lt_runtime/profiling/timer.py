@@ -74,10 +74,7 @@ class _Launch(NamedTuple):
 
 
 class _Thread(threading.local):
-    """Per-thread state.
-
-    The open ranges and, while the thread captures a copy of a graph, the ranges that have ended during the capture.
-    """
+    """One thread's open ranges and, while it captures a copy of a graph, the ranges that ended during the capture."""
 
     def __init__(self) -> None:
         self.open: list[_Frame] = []

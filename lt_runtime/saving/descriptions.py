@@ -72,7 +72,7 @@ def describe(model: Block) -> dict[str, Any]:
 
 
 def options_of(block: Any) -> dict[str, Any]:
-    """The arguments of a block without parts, besides its sizes, its device and whether it has a bias.
+    """The arguments of a block without parts, besides sizes, device, whether it has a bias, and `recompute`.
 
     `master_weights` is also true if an optimizer has made the master copies.
     """

@@ -95,7 +95,7 @@ class RejectedAlgorithm(_Checked):
 
     Attributes:
         algorithm, config: as in `ProductEntry`.
-        reason: why, such as "wrong: ...", "not deterministic", "slow: ...", "refused at the launch".
+        reason: why, such as "wrong: ...", "two runs differ, ...", "far behind: ..." or "not measured: time was up".
     """
 
     algorithm: bytes
@@ -183,8 +183,9 @@ def better(ours: Kind, theirs: Kind) -> Kind:
     """The better of two entries for one problem, which is kept. The order of several merges does not change the result.
 
     The later entry is better, unless its date is in the future; of entries with equal dates the faster one; of equally
-    fast entries the entry that has an algorithm. A barred entry loses to any entry that is not barred, which then lists
-    the barred choice among its rejected ones.
+    fast entries the one with more rejected choices, and then the one that has an algorithm. A barred entry loses to an
+    entry that is not barred, which then lists the barred choice among its rejected ones. Of two
+    entries that differ in `barred` alone, the barred one is kept.
     """
     if replace(ours, barred=None) == replace(theirs, barred=None):
         return theirs if ours.barred is None else ours

@@ -116,13 +116,15 @@ class PlanStore:
         self.put({key: replace(entry, barred=reason)})
 
     def merge(self, other: Document) -> tuple[int, bool]:
-        """Adds another machine's entries, without algorithms (see `unproven`), for keys without a usable entry.
+        """Adds entries of a machine with an equal fingerprint, for keys without a usable entry.
+
+        The algorithms are left out, and are rebuilt and verified later; see `unproven`.
 
         Returns:
             The number of entries that were added or replaced, and whether the file was written.
 
         Raises:
-            UnusableError: the entries are valid for another machine, or one of them is damaged.
+            UnusableError: the fingerprints differ, or an entry is damaged.
         """
         other.require(self.fingerprint)
         other.require_sound()
@@ -144,7 +146,7 @@ class PlanStore:
         From then on, this store does not read or write its file, which would bring back the replaced entries.
 
         Raises:
-            UnusableError: the entries are valid for another machine.
+            UnusableError: the entries are valid for another machine, or the content is damaged.
         """
         theirs = Document.parse(content)
         theirs.require(self.fingerprint)

@@ -41,7 +41,7 @@ _COMPILED: Final = (
 _FOLLOWED: Final = {"lr", "weight_decay"}
 """Optimizer options that `AdamW.apply_settings` writes to the GPU, so that captured graphs follow their changes."""
 _MOST_COMPILING: Final = 16
-"""Limit of a shape's eager calls after its `warm_up` calls, which are made as long as torch.compile compiles."""
+"""Limit of a shape's eager calls after its `warm_up` calls; these calls go on as long as torch.compile compiles."""
 _one_at_a_time: Final = threading.Lock()
 
 
@@ -257,8 +257,8 @@ class CapturedStep(Uncopied):
 def _forget_failed(graph: Any, stream: Any) -> None:
     """Ends what PyTorch leaves open after a failed capture: its allocator's pool, and its generator's capture.
 
-    If the generator's capture stayed open, later calls that draw random numbers would fail. It ends when any capture
-    succeeds, so that an empty graph is captured here.
+    If the generator's capture stayed open, later calls that draw random numbers would fail. The next capture that
+    succeeds ends it, so an empty graph is captured here.
     """
     with contextlib.suppress(RuntimeError):  # PyTorch may have ended the pool already
         torch._C._cuda_endAllocateToPool(stream.device_index, graph.pool())

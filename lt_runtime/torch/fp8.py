@@ -36,7 +36,7 @@ _ENTRIES: Final = {name: f"fp8_{name}" for name in ("slots", "history", "calibra
 """Keys of a layer's scales in a state_dict."""
 _PLAIN: Final = "none", 0.01, 0.0
 _COMMON: Final = "float32", False, True
-"""Options of each call of `LinearForward` here: compute type, `propagate_nan`, and whether backward follows."""
+"""Last options of each `LinearCall` here: compute type, `propagate_nan`, and whether backward follows."""
 
 
 def set_precision(layer: Any, precision: Precision) -> None:
@@ -98,7 +98,7 @@ def _with_scales(
 
 
 def _in_parts(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Options, add: Tensor) -> Tensor:
-    """Runs the consecutive layers that are in FP8 at once, and those that are not."""
+    """Divides the layers into runs of layers that are all in FP8 or all not, and computes each run by one operator."""
     states = [vars(each).get("scales") for each in layers]
     _set_needs(states, x.requires_grad, parameters)
     fp8_steps.layers.update([each for each, state in zip(layers, states, strict=True) if state is not None])
@@ -180,7 +180,7 @@ def _keep(records: list[Record], kept: list[Tensor], made: LinearContext, weight
 
 
 def _share_x(gate: FP8State, up: FP8State) -> bool:
-    """Whether the layers `gate` and `up` can read one cast of x: the gate's cast makes all that `up` keeps of x."""
+    """Whether `up` can read the gate's cast of x, which must make the transpose of x if `up` needs the transpose."""
     is_possible = _is_in_fp8(gate) and _is_in_fp8(up) and gate.recipe == up.recipe and not gate.recipe.by_rows
     return is_possible and (gate.needs_dw or not up.needs_dw)
 
@@ -246,7 +246,7 @@ class _Fp8Gated(torch.autograd.Function):
             _, made, _ = forward_of_several(state, None, call)
             source = made if shares else None
             _keep(ctx.records, kept, made, weight)
-        del source, made, call  # frees x in FP8, which nothing reads any more
+        del source, made, call  # frees row-major x in FP8: backward reads its transpose only
         below, a = None, h
         if applies_prologue(scales[2], h):
             below = GatedContext(h, *ctx.gate)

@@ -36,7 +36,7 @@ class WeightCopy:
     Attributes:
         owner: weak reference to the optimizer.
         out, transposed: the weight as it lies in memory, and its transpose, in FP8.
-        entry: the entry of the update's table.
+        entry: the copy's entry in the table of the update's kernel.
     """
 
     def __init__(self, layer: Any, owner: Any) -> None:

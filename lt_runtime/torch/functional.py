@@ -61,7 +61,8 @@ def linear(
 
     Returns:
         y (..., N), of x's type. It is contiguous, unless N is at least 4096 and no multiple of 8, x has K rows or more,
-        and there is no activation, dropout or `add`: then y's rows begin at multiples of 8 elements, to save copies.
+        weight is contiguous, and there is no activation, dropout or `add`: then y's rows begin at multiples of 8
+        elements, to save copies.
 
     Raises:
         KindError: an operand is no tensor.
@@ -84,7 +85,7 @@ def linear_layers(
         options: activations, slopes of leaky ReLU, and probabilities of dropout: three tuples with one item per layer.
         operator: `LINEAR` for consecutive layers; `GATED` for the layers gate, up and down of a gated block.
     """
-    if getattr(x, "ndim", 2) == 1:  # the operator refuses what is no tensor
+    if getattr(x, "ndim", 2) == 1:  # the operator refuses an x that is no tensor
         check_tensors(add=add)
         return linear_layers(x[None], parameters, options, None if add is None else add[None], operator)[0]
     if add is None and options == PLAIN and is_ragged(x, parameters[0]):
@@ -109,7 +110,7 @@ def gated(
 ) -> Tensor:
     """y = dropout(act(x · gateᵀ) ∘ (x · upᵀ)) · downᵀ + add, a gated feed-forward block; with "silu" SwiGLU.
 
-    Forward does not keep the gated values: the kernel of backward that computes their gradient recomputes the values.
+    Forward does not keep the gated values: the kernel of backward that reads their gradient recomputes the values.
 
     Args:
         x: (..., K). gate, up: (F, K). down: (N, F). gate_bias, up_bias: (F,). down_bias: (N,). add: (..., N).

@@ -176,7 +176,7 @@ def _residual(*parts: Any) -> Function:
 
     def compute(x: Tensor, add: Tensor = None) -> Any:
         add = x if add is None else add
-        # The addition is fused only for equal types: PyTorch's sum of two types would have the type of `add`.
+        # The addition is fused only for equal types: PyTorch's sum of two types has the promoted type.
         is_exact = x.dtype is add.dtype and not is_autocast(x)
         total = run(x, add) if is_exact else run(x) + add
         y = normalise(total)

@@ -1,4 +1,7 @@
-"""Consecutive linear layers as one operator; a layer's backward also applies the activation's derivative below it."""
+"""Consecutive linear layers as one operator.
+
+Backward of a layer also multiplies dx by the derivative of the activation of the layer below.
+"""
 
 from __future__ import annotations
 
@@ -200,7 +203,7 @@ def _descend(
     Args:
         xs: the input of each layer; None for the first if only its shape matters.
         saved: for each layer, the tensor from which its activation's derivative is computed.
-        needs, outs: of each gradient, whether it is wanted, and its buffer or None.
+        needs, outs: for each gradient, whether it is wanted, and its buffer or None.
     """
     made, last = [None] * len(needs), len(layers) - 1
     for i in range(last, -1, -1):

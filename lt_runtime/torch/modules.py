@@ -74,9 +74,10 @@ def _chained(layers: Sequence[Linear], x: Tensor, add: Tensor, operator: Operato
 
 
 class MLP(torch.nn.Sequential):
-    """Linear layers in sequence as one operator; a layer's backward also applies the activation's derivative below it.
+    """Linear layers in sequence as one operator.
 
-    Forward hooks of the layers are not called.
+    Backward of a layer also multiplies dx by the derivative of the activation of the layer below. Forward hooks of the
+    layers are not called.
 
     Args:
         sizes: columns of the inputs, of each hidden layer and of the outputs.
@@ -85,8 +86,8 @@ class MLP(torch.nn.Sequential):
         output_activation: the activation of the last layer; used only if `activation` is no sequence.
         dropout: probability of dropout after each hidden layer, in training.
         bias: whether the layers have a bias.
-        options: precision, device and dtype, as for `Linear`. In FP8 each layer has its own scales. In BF16 a hidden
-            layer's activation and dropout are applied by the next layer's cast to FP8.
+        options: precision, device and dtype, as for `Linear`. In FP8 each layer has its own scales. In BF16, and with
+            one scale for a tensor, the next layer's cast to FP8 applies a hidden layer's activation and dropout.
 
     Raises:
         KindError, GpuError: as for `Linear`.
@@ -174,7 +175,7 @@ class _Norm(torch.nn.Module):
 
 
 class LayerNorm(_Norm, torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm` over the last axis, with a residual added before; its weight is required.
+    """`torch.nn.LayerNorm` over the last axis; it must have a weight, and may add a residual to x before it normalises.
 
     Raises:
         ArgumentError: the shape has several axes, or there is no weight.
@@ -186,7 +187,7 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
 
 
 class RMSNorm(_Norm, torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm` over the last axis, with a residual added before; its weight is required.
+    """`torch.nn.RMSNorm` over the last axis; it must have a weight, and may add a residual to x before it normalises.
 
     Raises:
         ArgumentError: the shape has several axes, or there is no weight.

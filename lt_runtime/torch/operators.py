@@ -174,7 +174,7 @@ class Operator(ABC):
 
     def _traced(self, operands: Tensors, *options: Any) -> list[Tensor]:
         """The function that PyTorch's dispatcher calls for the key Autograd: it records a node in autograd's graph."""
-        if not torch.is_grad_enabled() and is_eager(operands):  # compiled code, whose backward is compiled too
+        if not torch.is_grad_enabled() and is_eager(operands):  # call by compiled code, whose backward is compiled too
             return _present(self.run(operands, _hashable(options)))
         if not options[-1]:
             return self._below_autograd(operands, options)
@@ -259,7 +259,7 @@ class _Thread(threading.local):
     """Whether autograd has started the thread that reads the attribute.
 
     Python calls a thread that it did not start "Dummy-1" and so on. The new name tells the package that the thread
-    synchronises only in backward passes, so that repeated calls may become graphs.
+    synchronises only in backward passes: its existence then does not prevent repeated calls from becoming graphs.
     """
 
     def __init__(self) -> None:
@@ -280,10 +280,10 @@ def _name_autograds_thread() -> bool:
 def begin_backward(name: str, ctx: Any, *dys: Tensor) -> None:
     """Prepares a thread that autograd has started.
 
+    The thread is within `lt.tuning()` if the forward pass was, as `ctx.is_tuning` says.
+
     Raises:
         SecondDerivativeError: autograd records this backward, or runs it for several gradients at once.
-
-    The thread is within `lt.tuning()` if the forward pass was, as `ctx.is_tuning` says.
     """
     if _name_autograds_thread():
         asked_for.set(ctx.is_tuning)

@@ -46,8 +46,9 @@ class AdamW(torch.optim.AdamW):
         masters: keep FP32 master copies of BF16 parameters. FP16 parameters always have them.
         moments: `torch.float32` or `torch.bfloat16`; None for FP32, and BF16 for BF16 parameters without master copy.
             BF16 moments are rounded stochastically.
-        ema_decay: in [0, 1): keep an exponential moving average of each parameter in `state[parameter]["ema"]`, FP32,
-            which is updated by each step that updates the parameter; None keeps none.
+        ema_decay: in [0, 1): keep an exponential moving average of each parameter in `state[parameter]["ema"]`, FP32.
+            Each step in which the parameter has a gradient updates the average, also a step that `GradScaler` skips.
+            None keeps no averages.
         seed: 64-bit seed of the random numbers for stochastic rounding.
 
     Attributes:

@@ -47,7 +47,7 @@ class PaddedLinear(LinearLayers):
 
 
 def is_ragged(x: Tensor, weight: Tensor) -> bool:
-    """Whether the output of a layer gets padded rows: if x has too few rows, the copy of the weight takes longer."""
+    """Whether a layer's output gets padded rows: with fewer rows than columns of x, copying the weight takes longer."""
     if getattr(weight, "ndim", 0) != 2 or not isinstance(x, torch.Tensor):
         return False  # an error, which the operator raises
     count, width = weight.shape
@@ -75,7 +75,7 @@ def padded_like(tensor: Tensor) -> Tensor:
 
 
 def whole_rows(matrix: Tensor) -> Tensor:
-    """A weight or bias with rows of zeros appended up to a multiple of 8; the tensor itself if it has that many."""
+    """A weight or bias with rows of zeros appended up to a multiple of 8 rows; the tensor itself if it needs none."""
     missing = 0 if matrix is None else columns_of(len(matrix)) - len(matrix)
     return torch.nn.functional.pad(matrix, (0, 0) * (matrix.dim() - 1) + (0, missing)) if missing else matrix
 

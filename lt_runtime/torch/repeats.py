@@ -2,8 +2,8 @@
 
 The first calls of an operator record a recipe: which prepared calls of the package it makes, and which tensors each of
 them takes. A later call with tensors of the same forms (shape, strides, type, device and alignment) allocates the
-results and launches these prepared calls. Without a recipe, the Python code between PyTorch's dispatcher and the
-launches takes longer than a small kernel.
+results and launches these prepared calls. Without a recipe, the Python code of the operator takes longer than a small
+kernel.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _launched(recipe: _Recipe, device: int, addresses: tuple[int, ...]) -> list[
 
 
 def _recorded(key: Any, operands: Tensors, addresses: tuple[int, ...], compute: Callable[[], Made]) -> Made:
-    """Runs an operator, and keeps its recipe unless a call was planned first, or by a plan that is forgotten by now."""
+    """Runs an operator, and keeps its recipe unless a call had to be planned, or used a plan that was dropped since."""
     recorder = _Recorder(operands, addresses)
     with recorded_by(recorder):
         made, constant = compute()
@@ -146,7 +146,7 @@ class _Recorder:
     An address identifies a tensor only as long as the tensor exists, because freed memory may be allocated anew.
 
     Attributes:
-        met_new_plan: whether a call was planned first, or by a plan that was forgotten after the recording had begun.
+        met_new_plan: whether a call had to be planned, or used a plan that was dropped after the recording had begun.
     """
 
     def __init__(self, operands: Tensors, addresses: tuple[int, ...]) -> None:
@@ -184,8 +184,8 @@ class _Recorder:
     def _adds(self, prepared: Any, used: tuple[int, ...], scalars: Any, arrays: Sequence[Any]) -> bool:
         """Adds a call; returns False if no recipe can repeat it.
 
-        That is so if it reads memory that is no operand's and that no call has written, or if it writes to a part of
-        other memory.
+        A recipe cannot repeat a call that reads memory other than the operands' and earlier results', that writes to a
+        part of such memory, or that reads the step of a dropout mask from memory that is no operand's.
         """
         request = prepared.request
         writes = {*request.written, *request.new}

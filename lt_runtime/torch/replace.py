@@ -54,7 +54,9 @@ class Replacement(NamedTuple):
 
 
 class Report(tuple[Replacement, ...]):
-    """A `Replacement` for each module that was replaced, and for each other one with parameters.
+    """A `Replacement` for each module that was or could be replaced, and for others with parameters of their own.
+
+    Blocks of known classes that cannot be replaced have one too, except an `nn.Sequential`.
 
     `str` of the report is a table, in which modules whose names differ only in numbers share a line.
     """

@@ -20,8 +20,8 @@ from lt_runtime.tuner.report import TuningReport
 def tune(model: Any, *example_inputs: Any, progress: bool = True, **keywords: Any) -> TuningReport:
     """Measures how the package's layers in a model run fastest, and stores the results in the plan cache.
 
-    The model runs forward and backward once, as in its present mode (train or eval) and with the parameters that
-    require a gradient now. Its parameters, buffers and gradients, and PyTorch's generators, stay as they are. Problems
+    The model runs forward and backward once, in its present mode (train or eval), and computes the gradients that its
+    parameters require now. Its parameters, buffers and gradients, and PyTorch's generators, stay as they are. Problems
     in the plan cache are not measured again. `ltt.capture` does the same in the first call of each shape. See `lt.tune`
     for what other threads must not do meanwhile.
 

@@ -173,9 +173,10 @@ class Bucket:
     def set_scale(self, scale: Tensor | None, found_inf: Tensor | None) -> int:
         """Writes the scale and the flag of PyTorch's GradScaler into the bucket.
 
-        Returns the scale's address; 0 for a scale of 1.
-
         The kernel divides gradients by the scale: with the option `maximize` the scale is negative.
+
+        Returns:
+            The scale's address; 0 for a scale of 1.
         """
         sign = -1.0 if self.group["maximize"] else 1.0
         if found_inf is not None:
@@ -253,8 +254,8 @@ class HostStep:
 class GpuStep(HostStep):
     """Updates the parameters of some buckets on a GPU.
 
-    A step launches a kernel for each bucket, a second one for a bucket's weights that have a copy in FP8, one for the
-    norm of the gradients, and one for the moving averages.
+    A step launches a kernel for each bucket, a second one for a bucket's weights that have a copy in FP8, one for each
+    norm that gradients are clipped to, and one for the moving averages.
     """
 
     def __init__(self, buckets: list[Bucket], options: Options, tiles: Tiles) -> None:
@@ -346,7 +347,7 @@ class GpuStep(HostStep):
         if captures:
             return [_upload(each, self._like) for each in tables]
         _, made = places[0]
-        places[0] = None, made  # if a copy is interrupted, the tables have no step's addresses
+        places[0] = None, made  # if a copy is interrupted, the tables are not found for any addresses
         for into, each in zip(made, tables, strict=True):
             host = _bytes_of(each)
             into.copy_(host.pin_memory() if into.is_cuda else host, non_blocking=True)

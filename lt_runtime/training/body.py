@@ -274,7 +274,7 @@ class StepBody:
         return *read, wanted, *weights
 
     def _check_input(self, x: Operand, first: Operand) -> None:
-        """Raises for an input that has not the rows of the step and the first input, or that does not fit the model."""
+        """Raises for an input with a wrong number of rows, or that does not fit the model."""
         rows, inputs, parts = self.rows, self.model.inputs, self.parts
         fits = inputs is None or (len(x.shape) > 1 and x.shape[-1] == inputs)
         if rows is not None and (not fits or x.shape[:1] != (rows,)):
@@ -325,7 +325,7 @@ class StepBody:
             parts: inputs, targets and, if given, row weights of each micro-batch.
             tally: adds up the losses.
             stream: a handle on a GPU, None on the host.
-            updates: whether the optimizer and the averages are updated.
+            updates: whether the optimizer takes its step, and the averages are updated.
             sums: whether gradients and loss are summed over the processes of the group, if there is one.
             met: collects the groups of linear layers that run, for tuning; a narrow MLP then runs layer by layer.
             weights: copies of weights in FP8, which the step reads and its update writes.
@@ -349,7 +349,7 @@ class StepBody:
                     self.ema.update(stream=stream)
 
     def _set_scales(self, stream: Any) -> None:
-        """Sets the scales of layers in FP8 for the next step; the optimizer must know whether this step is skipped."""
+        """Sets FP8 scales for the next step; called once the optimizer has found whether it skips this step."""
         if in_fp8 := [each for each in self.scales if each.fallback is None]:
             from lt_runtime.ops.fp8.state import update_scales  # imported late, because few models are in FP8
 

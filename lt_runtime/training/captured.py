@@ -103,8 +103,8 @@ class StepBuffers:
         parts: inputs, targets and, if given, row weights of each micro-batch; zeros until the first batch.
         graph: the captured step; None before the capture, without graphs, and after the graph has been freed.
         weights: the copies of weights in FP8 that the graph reads and updates; None if it does not.
-        writer: is in `writes.latest` after a launch of this graph. Anything else there means that something has written
-            since, so that copies of weights in FP8 may be stale.
+        writer: the object in `writes.latest` after a launch of this graph. If another object is there, parameters or
+            scales may have been written since, and copies of weights in FP8 may be stale.
         in_place: whether the graph reads batches in place. If a batch is not aligned as the kernel needs, it is copied
             into the buffers before the launch.
         table: device address of the table.

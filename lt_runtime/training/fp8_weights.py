@@ -48,7 +48,7 @@ def are_aligned(arrays: Sequence[Any]) -> bool:
 
 
 def entry_of(state: FP8State, out: Any, transposed: Any) -> Fp8Copy:
-    """The entry of the update's table for a weight in FP8; `transposed` may be None."""
+    """A weight's FP8 copy as an entry in the table of the update's kernel; `transposed` may be None."""
     arrays = out, transposed, *_scale_and_amax(state)
     return Fp8Copy(tuple(out.shape), *[0 if each is None else read("fp8", each, 0).address for each in arrays])
 
@@ -74,8 +74,8 @@ def suited_layers(
 ) -> list[tuple[FP8State, Parameter]]:
     """The layers whose weights an update can write in FP8, see `is_suited`.
 
-    Layers that share a weight, those whose weight is not trained, and those with a number of columns or an alignment
-    that the kernel does not take, go on casting it.
+    All other layers cast their weight in each forward: layers that share a weight, layers whose weight is not trained,
+    and layers with a recipe, a number of columns or an alignment that the kernel does not take.
 
     Args:
         layers: the state and the weight of each layer of a model.
@@ -106,7 +106,7 @@ class Fp8Weights:
 
     Attributes:
         step: see `StepWithCopies`.
-        writer: stands in `writes` after a step.
+        writer: the object in `writes.latest` after a launch of a graph that updates the copies.
     """
 
     def __init__(

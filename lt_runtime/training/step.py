@@ -112,10 +112,10 @@ class TrainStep(Fixed):
 
     On a GPU, `stream` is the handle of the step's stream, which is CuPy's current stream during the call; on the host
     it is None. The function must put all its work on this stream, wait for nothing, and write only into `gradient` and
-    its own arrays. At the first batch of a size it runs three times, or four if layers are measured: on zeros, and last
-    in the capture. Later steps do not call it: the graph repeats the work that it put on the stream. A function that
-    computes with PyTorch needs `graph=False`, since PyTorch's memory is not the graph's, and
-    `torch.cuda.stream(torch.cuda.ExternalStream(stream))`.
+    its own arrays. At the first batch of a size it runs three times, or four or five times if layers are measured: on
+    zeros (with layers in FP8 on the batch), and last in the capture. Later steps do not call it: the graph repeats the
+    work that it put on the stream. A function that computes with PyTorch needs `graph=False`, since PyTorch's memory is
+    not the graph's, and `torch.cuda.stream(torch.cuda.ExternalStream(stream))`.
 
     Raises:
         ArgumentError: an unknown loss or option, numbers that are not positive or do not divide the batch, an optimizer
@@ -320,7 +320,7 @@ def evaluate(
 
     Args:
         model: an `MLP` or another `Block`.
-        batches: pairs of inputs (M, dims[0]), of the model's type and on its device, and targets, as for `TrainStep`.
+        batches: pairs of inputs (M, inputs), of the model's type and on its device, and targets, as for `TrainStep`.
         loss, loss_options: as for `TrainStep`; a function of your own writes its gradient here too.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. The first

@@ -117,7 +117,7 @@ class LayerChain:
 
     @classmethod
     def of_problem(cls, problem: LayerProblem | MLPProblem) -> LayerChain:
-        """A chain of one problem or MLP; it includes the `plain_backward` of a forward problem that saves a tensor."""
+        """A chain of one problem or MLP; it includes the `plain_backward` of a forward problem that sets `backward`."""
         if isinstance(problem, MLPProblem):
             return cls.of_narrow(problem)
         if isinstance(problem, BackwardProblem):
@@ -224,7 +224,7 @@ class LayerChain:
 
 
 Tunable: TypeAlias = LayerChain | MatmulProblem | Fp8ChainProblem
-"""A problem to tune: layers, a product, or whether a layer is in FP8."""
+"""A problem to tune: a chain of layers, a product, or the choice whether layers run in FP8."""
 
 
 def saved_as(problem: ForwardProblem, store: PlanStore) -> Saved | None:

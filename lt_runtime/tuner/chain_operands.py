@@ -167,7 +167,7 @@ class ChainOperands(Operands):
 
 
 class OperandSets:
-    """Buffer sets of a chain, used in turn. There are so many sets that the next one is never in the L2 cache.
+    """Buffer sets of a chain, used in turn; `buffer_sets` says how many.
 
     Args:
         make: function that makes one buffer set; None for `ChainOperands`.

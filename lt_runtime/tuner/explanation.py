@@ -80,7 +80,7 @@ class Explanation:
 
     @property
     def roofline_fraction(self) -> float | None:
-        """Least time divided by measured time, at most 1.0; None if either time is not known."""
+        """Least time divided by measured time, which caches can raise above 1.0; None if either time is not known."""
         return self.least_us / self.us if self.us and self.least_us else None
 
     def __str__(self) -> str:

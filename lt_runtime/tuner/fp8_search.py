@@ -33,8 +33,8 @@ from lt_runtime.tuner.two_ways import EndOperands, TwoWays, as_planned
 _LEAST_GAIN = 0.08
 """Fraction of the time that FP8 must save, because a step also runs what is not measured.
 
-For 1024 rows of 1024-4096-1024 FP8 saved 5 %, but the step was 3.5 % slower: one kernel updates the weights, and now
-another one the biases (H200).
+For 1024 rows of 1024-4096-1024 FP8 saved 5 %, but the step was 3.5 % slower: in FP8 the optimizer needs one kernel for
+the weights and another one for the biases (H200).
 """
 _LAYERS = 2
 """The tolerance of results allows for the rounding errors of at most this many layers.
@@ -44,7 +44,7 @@ A tolerance for more layers would accept results of 0.
 
 
 def fp8_plans(problem: Fp8ChainProblem, device: int) -> list[tuple[int, Plan]]:
-    """The plans of a step of layers in FP8: forward, backward and, with delayed scales, their update.
+    """The plans of a step of layers in FP8: forward, backward and, if scales are delayed, the update of the scales.
 
     Returns:
         The plans in the order in which they run, each with the index of its layer.

@@ -169,7 +169,7 @@ class _Search:
         return {key[1]: timing for key, timing in self._timings.items() if key[0] == problem}
 
     def time_alone(self, plans: _Plans, rounds: int, budget_s: float) -> None:
-        """Times forward plans against each other, and backward plans; the plan that runs untuned comes first."""
+        """Times forward plans, and then backward plans, against each other; the plan that runs untuned comes first."""
         untuned, _ = self._default_and_reference(plans)
         for first, layer, variants, floor in zip(untuned, self._layers, self._variants, self._floors_us, strict=True):
             contenders = [first, *(plan for plan in plans.values() if plan.problem in variants)]
@@ -230,7 +230,10 @@ class _Search:
         return tuned, {**products, **self._entries(winner, new)}
 
     def names(self) -> list[_Split]:
-        """The splits of the last race: the untuned one, unless rejected, and the fastest tuned and untuned ones.
+        """The splits of the last race.
+
+        They are the untuned split, unless rejected; with tuned algorithms the default split, the fastest few and the
+        reference split; and with untuned algorithms the fastest two.
 
         The algorithm that is fastest alone need not be the fastest within a pass, where clocks, contents of caches and
         concurrent kernels differ: at 1600x256x1024 in TF32 the product with GELU's derivative takes 39 µs concurrently

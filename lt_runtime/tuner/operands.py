@@ -149,8 +149,8 @@ class Buffer:
     """Memory for one operand, and a margin after it.
 
     Args:
-        spec: layout and alignment of the operand. Its address is a multiple of exactly this alignment, and of no larger
-            power of two.
+        spec: layout and alignment of the operand, whose address is a multiple of the alignment and, if that is below
+            256 bytes, of no larger power of two.
         dtype: type of the elements; None for a mask, whose layout counts bits.
         batch: number of matrices.
         scale: factor by which test data are multiplied, a power of two.
@@ -277,7 +277,8 @@ _Operands = TypeVar("_Operands", bound=Operands)
 def buffer_sets(size: int, device: int) -> int:
     """Number of buffer sets of `size` bytes to use in turn, so that the next set is never in the L2 cache.
 
-    The number is 1 if a set is larger than the cache, or so small that it would stay in the cache in real use too.
+    The number is 1 if a set is at least three times as large as the cache, or so small that it would stay in the cache
+    in real use too.
     """
     (cache,) = device_attributes(device, "L2_CACHE_SIZE")
     wanted = -(-_CACHES * cache // max(size, 1))

@@ -29,7 +29,9 @@ from lt_runtime.tuner.verification import ProductOperands, verify
 BUDGET_S: Final = 2.0
 """Seconds of timing after which no further candidate algorithm is timed, for a product that is tuned by itself."""
 MOST: Final = 16
-"""Largest number of cuBLASLt's algorithms that compete for a product; one query returns at most eight."""
+"""Largest number of cuBLASLt's algorithms that compete for a product on its operands, and on each kind of copies. One
+query returns at most eight.
+"""
 _LEAST_S: Final = 0.05
 _FIRST: Final = "first"
 _NOT_LEAN: Final = "cannot be launched as at most two kernels and nothing else"
@@ -38,8 +40,8 @@ _NOT_LEAN: Final = "cannot be launched as at most two kernels and nothing else"
 def find_algorithm(bench: Bench, problem: MatmulProblem, budget_s: float = BUDGET_S) -> ProductEntry:
     """Finds the fastest algorithm of a product that computes right results; returns its entry for the plan cache.
 
-    The entry lists as rejected each algorithm that could not be launched, was far slower than the fastest, or was fast
-    but computed wrong results or different results in two runs.
+    The entry lists as rejected each algorithm that could not be launched, was not timed within the budget, was far
+    slower than the fastest, or was fast but computed wrong results or different results in two runs.
 
     Args:
         problem: a product that is not empty, with an epilogue that `library_may_fuse` accepts.

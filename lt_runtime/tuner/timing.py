@@ -3,12 +3,12 @@
 A contender is a function that launches its work on a stream, on the buffer set of a given number. Each contender is
 first launched alone, and dropped if it is far slower than the fastest and the host's launch time cannot explain it. The
 remaining contenders are captured, several launches in a graph, and the graphs are replayed in turn, in alternating
-order. The time of a contender is the median of its replays. After three rounds, a contender that is far slower than the
-best is no longer replayed, and keeps the times it has.
+order. The time of a contender is the median of its replays. After three rounds, a contender whose shortest time is
+20 % above the best median is no longer replayed, and keeps the times it has.
 
-Each tuning decision is one `race`: between algorithms of a product, splits of a layer, or passes of a narrow MLP. The
-fastest contender replaces the present one only if it is also faster in a second measurement against the present one,
-and if its results are right.
+Each tuning decision is one `race`: between algorithms of a product, splits of a layer, or two ways to run several
+layers. The fastest contender replaces the present one only if it is also faster in a second measurement against the
+present one, and if its results are right.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _probe(contenders: Mapping[Name, Launch], clock: Clock, deadline: float, lea
 def _without_host(
     alone: Mapping[Name, float], contenders: Mapping[Name, Launch], clock: Clock, least_us: float
 ) -> dict[Name, float]:
-    """Times those contenders in a graph that may be far slower than the fastest only because of the host's launch time.
+    """Times again, in a graph, contenders that may be far slower than the fastest only because of the host's launches.
 
     The graph holds several launches, since launching a graph may take longer than one launch runs. If a new time is the
     shortest of all, further contenders may have become far slower than the fastest, and are timed too.
@@ -234,9 +234,9 @@ def _repeat(launch: Launch, launches: int, sets: int, stream: int) -> None:
 def fastest(timings: Mapping[Name, Timing], first: Name, least_gain: float = _LEAST_GAIN) -> Name:
     """The name of the fastest contender, or `first` if no other is clearly faster than `first`.
 
-    Another contender must gain more than `least_gain`, and more than the sum of both spreads, which is the noise. If
-    `first` was dropped or not timed, the fastest is returned; if all were dropped, the contender with the fastest
-    single launch.
+    Another contender must gain more than `least_gain`, and more than the noise: the root of the sum of both spreads'
+    squares. If `first` was dropped or not timed, the fastest is returned; if all were dropped, the contender with the
+    fastest single launch.
 
     Args:
         timings: times of at least one contender.

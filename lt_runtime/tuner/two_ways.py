@@ -1,6 +1,6 @@
 """Decides by measurement between two ways to run consecutive layers: each by its plan, or all of them in another way.
 
-A narrow MLP may run by one kernel a pass (`decide_mlp`), and layers may be in FP8 (`decide_fp8` in `fp8_search.py`).
+A narrow MLP may run in fused kernels (`decide_mlp`), and layers may be in FP8 (`decide_fp8` in `fp8_search.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class EndOperands(ChainOperands):
 
 @dataclass
 class TwoWays:
-    """The contenders of a race: False runs each layer by its plan; True runs an MLP by one kernel, or layers in FP8.
+    """The contenders of a race: False runs each layer by its plan; True runs an MLP in fused kernels, or layers in FP8.
 
     Attributes:
         problem: the problem that asks for the decision.

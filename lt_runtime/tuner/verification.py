@@ -78,7 +78,7 @@ class ProductOperands(Operands):
         self.outputs = [name for name, is_output in written.items() if is_output]
 
     def call(self, stream: int) -> Call:
-        """The call of the product on these operands. β is 1, and so is α unless scales are numbers."""
+        """The call of the product on these operands. β is 1 if there is a C; α is 1 unless scales are numbers."""
         problem, first = self.problem, int(self._scalars.data.ptr)
         addresses = [self.buffers[name].address if name in self.buffers else 0 for name in problem.operands]
         slots = {name: first + _SLOT * (2 + slot) for slot, name in enumerate(problem.scales)}

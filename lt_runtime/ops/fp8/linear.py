@@ -241,7 +241,7 @@ def forward(state: FP8State, given: LinearCall) -> tuple[Any, LinearContext]:
 def forward_of_several(
     state: FP8State | None, following: FP8State | None, given: LinearCall, below: Below = None
 ) -> tuple[Any, LinearContext, LinearContext | None]:
-    """One of consecutive layers for which `choose` has been called: y and the context.
+    """Runs one of several consecutive layers for which `choose` has been called.
 
     If this layer and the next one are in FP8, the layer's type is BF16, and each tensor has one scale, y is the
     pre-activation: the next layer applies this layer's activation and dropout when it casts its inputs.

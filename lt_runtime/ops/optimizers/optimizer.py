@@ -135,7 +135,7 @@ class Optimizer(Fixed):
     def keep(self, shard: Shard) -> None:
         """Drops moments and master copies of parameters that other processes own; `lt.TrainStep` calls this.
 
-        From then on `step`, `state_dict`, `load_state_dict` and functions for checkpoints are called by all processes.
+        From then on all processes must call `step`, `state_dict`, `load_state_dict` and functions for checkpoints.
         """
         self._have_masters = [each.master is not None for each in self.parameters]
         self._state.keep(shard)

@@ -16,8 +16,8 @@ class StepWithCopies:
     """The step of an optimizer on a GPU that also writes copies of weights in FP8, for the products of the next step.
 
     Args:
-        copies: by the numbers of the parameters among the optimizer's.
-        stream: copies the kernels' tables; the host waits for it.
+        copies: maps the number of a parameter in the optimizer to its FP8 copy.
+        stream: the kernels' tables are copied on this stream, and the host waits for it.
     """
 
     def __init__(self, optimizer: Optimizer, copies: Mapping[int, Fp8Copy], stream: int) -> None:
@@ -41,7 +41,7 @@ class StepInParts:
 
     Args:
         first: numbers of the parameters that the first part updates.
-        stream: copies the kernels' tables; the host waits for it.
+        stream: the kernels' tables are copied on this stream, and the host waits for it.
     """
 
     def __init__(self, optimizer: Optimizer, first: Collection[int], stream: int) -> None:

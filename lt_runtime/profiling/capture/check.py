@@ -33,7 +33,7 @@ _UNSAFE: Final = {
     "fills memory synchronously": r"cu(da)?Memset.*",
     "synchronises": r"cu(da)?(Stream|Device|Ctx|Event|Thread)Synchronize.*",
 }
-"""Maps patterns of names of CUDA calls that a capture forbids to the calls' effects.
+"""Maps each effect of CUDA calls that a capture forbids to a pattern of the calls' names.
 
 Names that end in Async are allowed.
 """
@@ -87,8 +87,8 @@ def check_capture(fn: Callable[[], Any], *, stream: Any = None) -> CaptureReport
     """Captures the work of a function into a graph, and reports what the graph would do wrong.
 
     The function is called without arguments: twice to warm up, then in a capture, where CUDA refuses every unsafe call,
-    then in turns with replays of the graph. Each fault is reported with its range and its line of Python. The first
-    refused call ends the capture; a further run under CUPTI, if it is installed, finds the calls after it.
+    then twice more after two replays of the graph. Each fault is reported with its range and its line of Python. The
+    first refused call ends the capture; a further run under CUPTI, if it is installed, finds the calls after it.
 
     A graph keeps the values that the host passed at its capture, such as a learning rate. To find them, the graph is
     replayed twice and the function is run twice, each time from the same contents of the arrays that it returns: a

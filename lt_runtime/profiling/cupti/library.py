@@ -124,7 +124,10 @@ graph_id: Final = functools.partial(_number, _U32, "cuptiGetGraphId")
 """Function that returns CUPTI's id of a graph, given the graph's address."""
 
 executable_id: Final = functools.partial(_number, _U32, "cuptiGetGraphExecId")
-"""Function of the address of an executable graph: its id. Its nodes' ids have the same lower 32 bits."""
+"""Function that returns CUPTI's id of an executable graph, given the graph's address.
+
+A node's id has the same lower 32 bits in the executable graph as in the graph that it was made from.
+"""
 
 
 @functools.cache
