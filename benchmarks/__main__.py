@@ -98,8 +98,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--part", type=part, default=(1, 1), metavar="I/N", help=told)
     told = "measure nothing: list the cases that would be measured, with the seconds that each took the last time"
     made.add_argument("--dry-run", action="store_true", help=told)
-    told = "the folder of the result files, SUITE.json; by default benchmarks/results/h200, but only for whole suites "
-    told += "and with --resume: other runs write no file"
+    told = "the folder of the result files, SUITE.json; by default benchmarks/results/h200, for whole suites with all "
+    told += "contenders, and with --resume; other runs write no file"
     made.add_argument("--out", metavar="DIR", help=told)
     for name, (suites, told, how) in _SPECIAL.items():
         made.add_argument(f"--{name}", help=f"{', '.join(suites)}: {told}", **how)

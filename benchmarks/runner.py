@@ -52,8 +52,8 @@ def file_of(name: str, options: argparse.Namespace) -> Path | None:
     """The result file; None if only a part is measured and neither `--out` nor `--resume` is given."""
     if options.out is not None:
         return Path(options.out) / f"{name}.json"
-    narrowed = options.only or options.dtype or options.activation or options.ours or options.contenders
-    return None if narrowed and not options.resume else report.RESULTS / f"{name}.json"
+    is_part = any(getattr(options, each) for each in ("only", "dtype", "activation", *_FEWER))
+    return None if is_part and not options.resume else report.RESULTS / f"{name}.json"
 
 
 def run(name: str, suite: Suite, options: argparse.Namespace) -> Rows:

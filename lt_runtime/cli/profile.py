@@ -19,7 +19,8 @@ from typing import Any, Final
 
 from lt_runtime.cli import INTERRUPTED
 from lt_runtime.cli.output import print_lines, writable
-from lt_runtime.errors import ArgumentError
+from lt_runtime.errors import ArgumentError, DeviceError
+from lt_runtime.gpu.devices import device_count
 from lt_runtime.profiling.capture.check import check_capture
 from lt_runtime.profiling.report import Report, check_format, load, plot
 from lt_runtime.profiling.session import Profile, profiled_device
@@ -41,6 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> int:
+    if not device_count():
+        raise DeviceError("a capture needs a GPU, and there is no usable one here: see `python -m lt_runtime doctor`")
     defined, status = _run_script(str(arguments.script), arguments.arguments)
     if status:
         return status

@@ -103,6 +103,9 @@ def _chains(arguments: argparse.Namespace) -> list[Tunable]:
             names = arguments.activation or [layers.activation]
             found += [mlp_chain(layers.dims, layers.rows, name, dtype=dtype, compute=compute) for name in names]
     if arguments.recorded is not None:
+        if not arguments.recorded.exists():
+            written = "a script that runs with LT_RUNTIME_RECORD writes it at its first operation on a GPU"
+            raise ArgumentError(f"--recorded is {arguments.recorded}, which does not exist; {written}")
         found += chains_of(read_recorded(arguments.recorded))
     if not found:
         raise ArgumentError("there is nothing to tune: give --shapes, --mlp with --rows, --preset or --recorded")

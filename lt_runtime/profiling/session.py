@@ -96,7 +96,7 @@ class Profile:
         while opened.pop() != name:
             pass
         if name == ranges.STEP and name not in opened and not self._is_marked:
-            self._is_marked = False
+            self._is_marked, self._timer.within = False, ranges.STEP
             self._end_step()
 
     def layers(self) -> Sequence[Layer]:
@@ -252,11 +252,12 @@ def profile(
         print(prof)
 
     A step is a call of an `lt.TrainStep`, or the code between two calls of `prof.step()`. A block with neither counts
-    as one step. The first `timed` steps are timed by events; a captured training step is launched from a copy of its
-    graph that has events in it. The next `traced` steps are traced by CUPTI, which records every kernel, copy and call
-    of all libraries. No step is both timed and traced, because tracing makes launches several times slower. Later steps
-    run as they would without a profile. Ranges (`lt.range`) name the layers; operations, models and training steps
-    open ranges themselves. On the host nothing is traced, and the host's clock times the layers.
+    as one step. Ranges that run between calls of a `TrainStep` are in no layer. The first `timed` steps are timed by
+    events; a captured training step is launched from a copy of its graph that has events in it. The next `traced` steps
+    are traced by CUPTI, which records every kernel, copy and call of all libraries. No step is both timed and traced,
+    because tracing makes launches several times slower. Later steps run as they would without a profile. Ranges
+    (`lt.range`) name the layers; operations, models and training steps open ranges themselves. On the host nothing is
+    traced, and the host's clock times the layers.
 
     Args:
         function: called `steps` times to be timed and `steps` times to be traced, after two calls that are not

@@ -99,12 +99,15 @@ class Timer:
         discarded: how many steps are left out of `steps` because they captured a graph.
         count: how many steps are over, without the discarded ones; the last one's times may not be in `steps` yet.
         notes: sentences for the reader of the report.
+        within: name of the range that is a step; `steps` then leaves out all ranges outside it. None if a step is all
+            that runs between two calls of `end_step`.
     """
 
     def __init__(self, device: int | None) -> None:
         self.steps: list[Step] = []
         self.spans: list[Activity] = []
         self.notes: list[str] = []
+        self.within: str | None = None
         self.left_open = self.discarded = self.lost = self.count = 0
         self._device = device
         self._events = None if device is None else EventMarks(device)
@@ -262,6 +265,8 @@ class Timer:
         Args:
             path: names of the ranges around the range and its own name. above: the range around it.
         """
+        if self.within is not None and self.within not in path:
+            return
         place, around = place_of(path), place_of(path[:-1])
         phase = place.phase or frame.phase
         key = Place(place.layer, phase)

@@ -169,6 +169,10 @@ def test_a_part_of_a_suite_is_not_kept(machine: None, options: tuple[str, ...], 
     assert (report.RESULTS / "some.json").exists() is is_written
 
 
+def test_rows_without_compiled_contenders_do_not_replace_rows_that_have_them() -> None:
+    assert runner.file_of("torch", options_of(["torch", "--no-compile"])) is None
+
+
 def test_seconds_are_kept_and_tell_how_long_the_next_run_takes(
     machine: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

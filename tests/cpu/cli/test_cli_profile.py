@@ -118,6 +118,7 @@ def test_a_profile_without_a_step_says_why(script: Path) -> None:
         (["profile", "--csv", __file__, __file__], "test_cli_profile.py: File exists"),
         (["profile", "nowhere.py"], "SCRIPT is nowhere.py, which is no file"),
         (["check", "nowhere.py"], "SCRIPT is nowhere.py, which is no file"),
+        (["warmup", "--recorded", "none.jsonl"], "none.jsonl, which does not exist; a script that runs with"),
         (["compare", "a.json", "b.json"], "a.json: No such file or directory"),
         (["profile", "--range", "loss", __file__], "--range is for --print-ncu"),
     ],
@@ -230,6 +231,9 @@ def test_a_script_s_function_is_checked(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "path", [*sys.path])
     path = tmp_path / "script.py"
     path.write_text("def step(): return []\ndef other(): return ['an allocation in forward/fc']\n")
+    monkeypatch.setattr(profile, "device_count", lambda: 0)
+    assert "a capture needs a GPU" in cli("check", path).err, "before the script runs"
+    monkeypatch.setattr(profile, "device_count", lambda: 1)
     assert cli("check", path).status == 0
     found = cli("check", "--function", "step", "--function", "other", path)
     assert found.status == 1

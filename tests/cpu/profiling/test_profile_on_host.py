@@ -59,6 +59,17 @@ def test_the_phases_and_the_layers_of_a_step_add_up_to_it() -> None:
     assert sum(layer.us for layer in prof.layers()) == pytest.approx(whole.us)
 
 
+def test_what_runs_between_training_steps_is_in_no_layer() -> None:
+    step, (x, w) = trained(), (np.ones((4, 3), np.float32), np.ones((2, 3), np.float32))
+    with lt.profile(device="cpu") as prof:
+        for _ in range(3):
+            with lt.range("augmentation"):
+                lt.matmul(x, w.T)
+            with lt.range("epoch"):
+                step()
+    assert {layer.name for layer in prof.layers()} == {"layer0", "layer1", ""}
+
+
 def test_ranges_of_a_script_are_layers() -> None:
     x, w = np.ones((4, 3), np.float32), np.ones((2, 3), np.float32)
     with lt.profile(device="cpu") as prof:
