@@ -335,7 +335,7 @@ def test_a_failure_shows_what_was_decided_before(tuner: Tuner, capsys: pytest.Ca
         (("--preset", "tiny", "--rows", "8"), "--rows needs --mlp"),
         (("--preset", "gpt-5"), "--preset is 'gpt-5'; accepted are bert-large, "),
         (("--preset", "tiny", "--compute", "tf32", "--dtype", "bfloat16"), "--compute is tf32, which needs --dtype"),
-        (("--shapes", "/missing"), "--recorded is /missing, which does not exist"),
+        (("--shapes", "/missing"), "/missing cannot be read (No such file or directory)"),
         (("--recorded", "/missing"), "--recorded is /missing, which does not exist"),
         (("--preset", "tiny", "--device", "cpu"), "device is 'cpu'; accepted are GPUs"),
         (("--preset", "tiny", "--device", "tpu"), "device is 'tpu'; accepted are 'auto', 'cpu', 'cuda' and 'cuda:N'"),
