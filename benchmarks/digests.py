@@ -37,7 +37,7 @@ Files = Mapping[str, bytes]
 
 def digest(suite: str, files: Files) -> str:
     """Hexadecimal digest of the code that a suite runs."""
-    parts = [(name, _digest_of(PurePosixPath(name).suffix, files[name])) for name in sorted(covered(suite, files))]
+    parts = [(name, code_digest(PurePosixPath(name).suffix, files[name])) for name in sorted(covered(suite, files))]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
@@ -130,7 +130,7 @@ def _running(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 @functools.cache
-def _digest_of(suffix: str, content: bytes) -> str:
+def code_digest(suffix: str, content: bytes) -> str:
     """Digest of one file without comments, docstrings and blank lines."""
     text = _bare_python(content.decode()) if suffix == ".py" else content.decode()
     if suffix in (".cu", ".cuh"):

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from benchmarks.digests import code_digest
 from tests.mutants.trial import Copy, Verdict
 
 RECORDER: Final = Path(__file__).with_name("line_contexts.py")
@@ -243,9 +244,15 @@ def covering_tests(mutant: Mutant, recorded: dict[str, Any]) -> list[str]:
 
 
 def _changed(root: Path, base: str) -> dict[str, list[str]]:
-    """Finds the changed modules of the package that a test file imports, each with the test files."""
+    """Finds the modules of the package with changed code that a test file imports, each with the test files."""
+
+    def code_at(commit: str, path: str) -> str:
+        shown = subprocess.run(["git", "show", f"{commit}:{path}"], check=False, capture_output=True)
+        return code_digest(".py", shown.stdout)  # of nothing, if the file is new
+
     command = ["git", "diff", "--name-only", "--diff-filter=AM", base, "HEAD", "--", "lt_runtime/*.py"]
     changed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    changed = [path for path in changed if code_at(base, path) != code_at("HEAD", path)]
     found: dict[str, list[str]] = {}
     for test in sorted((root / "tests" / "cpu").rglob("test_*.py")):
         text = test.read_text()
