@@ -258,7 +258,7 @@ def _changed(root: Path, base: str) -> dict[str, list[str]]:
         text = test.read_text()
         for path in changed:
             room, _, module = path.removesuffix(".py").replace("/", ".").rpartition(".")
-            if f"from {room}.{module} import" in text or f"from {room} import {module}\n" in text:
+            if re.search(rf"^from {re.escape(room)}(\.{module} import| import .*\b{module}\b)", text, re.MULTILINE):
                 found.setdefault(path, []).append(str(test.relative_to(root)))
     return found
 
