@@ -138,7 +138,8 @@ def _ours(case: FP8Case, stream: Any, *, is_compared: bool = False) -> dict[str,
 def _contender(setup: Setup) -> StepContender:
     """Our captured step. As in the step's own graph, the update writes the weights in FP8 that the next forward reads.
 
-    The step's own graph also copies the batch, which the graphs of the compared libraries do not.
+    The step's own graph also copies the batch, which the graphs of the compared libraries do not. `steps.contender`
+    captures no update of weights in FP8; it stays so until all suites are measured anew, because each of them runs it.
     """
     from lt_runtime.gpu.devices import activated
     from lt_runtime.gpu.graphs import Graph

@@ -281,7 +281,7 @@ def memory_of(case: StepCase, stream: Any) -> int:
 
     from benchmarks.internals import own_training_stream
 
-    gc.collect()  # frees what earlier contenders have left, which would otherwise be freed during the measurement
+    gc.collect()  # frees arrays of earlier contenders, which would otherwise be freed during the measurement
     pool = cp.get_default_memory_pool()
     before = pool.used_bytes()
     with own_training_stream() as held:

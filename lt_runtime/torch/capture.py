@@ -41,7 +41,7 @@ _COMPILED: Final = (
 _FOLLOWED: Final = {"lr", "weight_decay"}
 """Optimizer options that `AdamW.apply_settings` writes to the GPU, so that captured graphs follow their changes."""
 _MOST_COMPILING: Final = 16
-"""Limit of a shape's eager calls after its `warm_up` calls; these calls go on as long as torch.compile compiles."""
+"""Most eager calls of a shape after its `warm_up` calls: the step runs eagerly as long as torch.compile compiles."""
 _one_at_a_time: Final = threading.Lock()
 
 

@@ -141,7 +141,7 @@ def _recorded(key: Any, operands: Tensors, addresses: tuple[int, ...], compute: 
 
 
 class _Recorder:
-    """Makes a recipe while an operator runs: `perform` tells it of each call.
+    """Makes an operator's recipe while the operator runs: `perform` tells the recorder of each call.
 
     An address identifies a tensor only as long as the tensor exists, because freed memory may be allocated anew.
 

@@ -29,8 +29,8 @@ from lt_runtime.tuner.verification import ProductOperands, verify
 BUDGET_S: Final = 2.0
 """Seconds of timing after which no further candidate algorithm is timed, for a product that is tuned by itself."""
 MOST: Final = 16
-"""Largest number of cuBLASLt's algorithms that compete for a product on its operands, and on each kind of copies. One
-query returns at most eight.
+"""Largest number of cuBLASLt's algorithms that compete for a product on its operands, and on each kind of copies of
+them. One query returns at most eight.
 """
 _LEAST_S: Final = 0.05
 _FIRST: Final = "first"
