@@ -139,7 +139,7 @@ def _contender(setup: Setup) -> StepContender:
     """Our captured step. As in the step's own graph, the update writes the weights in FP8 that the next forward reads.
 
     The step's own graph also copies the batch, which the graphs of the compared libraries do not. `steps.contender`
-    captures no update of weights in FP8; it stays so until all suites are measured anew, because each of them runs it.
+    captures no update of weights in FP8, and stays so until all suites are measured anew, whose digests cover it.
     """
     from lt_runtime.gpu.devices import activated
     from lt_runtime.gpu.graphs import Graph
