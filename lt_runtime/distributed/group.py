@@ -212,7 +212,9 @@ class Group(Fixed):
 def _difference(theirs: Any, ours: Any) -> tuple[str, str]:
     """Two values that differ, as texts; of mappings only the first entry that differs, of texts what follows it."""
     if isinstance(theirs, str) and isinstance(ours, str):
-        start = max(0, len(os.path.commonprefix([theirs, ours])) - _KEPT)
+        pairs_of_characters = enumerate(zip(theirs, ours, strict=False))
+        first = next((i for i, (one, other) in pairs_of_characters if one != other), min(len(theirs), len(ours)))
+        start = max(0, first - _KEPT)
         theirs, ours = ("..." * (start > 0) + each[start:] for each in (theirs, ours))
     if not (isinstance(theirs, dict) and isinstance(ours, dict)):
         return shown(theirs), shown(ours)

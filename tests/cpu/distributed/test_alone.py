@@ -75,7 +75,10 @@ def test_auto_is_the_gpu_of_a_process_on_its_machine(monkeypatch, variable, valu
         ([1, 2, 2], r"rank 0 differs from rank 1 in a test: 1 on rank 0, 2 there"),
         ([{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1}], "b = 'missing' on rank 2, b = 2 there"),
         ([{"a": {"b": 1.0}}, {"a": {"b": 1}}], "a = b = 1 on rank 1, a = b = 1.0 there"),
-        (["AdamW(lr=0.001, betas=(0.9, 0.999))", "AdamW(lr=0.001, betas=(0.9, 0.95))"], r"95\)\)' on rank 1, .*999\)\)'"),
+        (
+            ["AdamW(lr=0.001, betas=(0.9, 0.999))", "AdamW(lr=0.001, betas=(0.9, 0.95))"],
+            r"95\)\)' on rank 1, .*999\)\)'",
+        ),
         ([1, 1, 2, 3], r"rank 2 differs from rank 0 .* \(and 1 other ranks differ\)"),
     ],
 )
