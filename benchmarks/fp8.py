@@ -22,7 +22,7 @@ from benchmarks import report, timing
 from benchmarks.buffers import normal
 from benchmarks.peers import peer
 from benchmarks.report import Finding, Json, Row
-from benchmarks.steps import Peer, Setup, StepCase, StepContender, graph_turn, memory_of, timed_row
+from benchmarks.steps import Peer, Setup, StepCase, StepContender, contender, graph_turn, memory_of, timed_row
 from benchmarks.suite import UNTUNED, Job, Suite, modes, plan_cache, variable
 from benchmarks.timing import Contender, Timing, built, take_turns
 
@@ -128,39 +128,11 @@ def _ours(case: FP8Case, stream: Any, *, is_compared: bool = False) -> dict[str,
     """By name, functions that build our training steps and tune them; with `is_compared` they also learn the memory."""
 
     def build(of: FP8Case) -> StepContender:
-        made = _contender(Setup(of, stream))
+        made = contender(Setup(of, stream))
         return made._replace(memory=memory_of(of, stream)) if is_compared else made
 
     found = precisions(all_ways=is_compared)
     return {name: partial(build, replace(case, precision=each)) for name, each in found.items()}
-
-
-def _contender(setup: Setup) -> StepContender:
-    """Our captured step. As in the step's own graph, the update writes the weights in FP8 that the next forward reads.
-
-    The step's own graph also copies the batch, which the graphs of the compared libraries do not. `steps.contender`
-    captures no update of weights in FP8, and stays so until all suites are measured anew, whose digests cover it.
-    """
-    from lt_runtime.gpu.devices import activated
-    from lt_runtime.gpu.graphs import Graph
-    from lt_runtime.gpu.streams import private_stream
-    from lt_runtime.training.captured import _memory_from
-
-    setup.restore()
-    step, stream = setup.step(), setup.stream
-    with stream:
-        first_loss = float(step(setup.x, setup.target))
-    gpu: Any = step._gpu
-    parts, weights = gpu._latest.parts, gpu._latest.weights
-    with activated(gpu._device), _memory_from(gpu._pool):
-        captured = private_stream(gpu._device, "training")
-        graph = Graph(lambda handle: gpu._body.run(parts, gpu.tally, handle, weights=weights), captured)
-
-    def replays(count: int) -> None:
-        for _ in range(count):
-            graph.launch(stream.ptr)
-
-    return StepContender(replays, setup.calls(step), first_loss)
 
 
 def peers(setup: Setup, options: argparse.Namespace) -> Iterator[Peer]:

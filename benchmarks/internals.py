@@ -1,6 +1,6 @@
 """Gives the suites access to private parts of lt_runtime: single kernels, a step's graph, plans of a second process.
 
-Only this module, `splits`, `fp8` and the modules that fit untuned choices import private parts. Suites import them
+Only this module, `splits` and the modules that fit untuned choices import private parts. Suites import them
 inside functions, so that with `--ours` a suite runs on other versions of the package.
 """
 
@@ -190,14 +190,15 @@ def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
     """Returns a function that launches a step's operations on a stream, as a graph; the step must have run once.
 
     Neither this graph nor those of the compared libraries copy the batch. The step's own graph copies the batch, or
-    reads it in place: then this graph reads the last batch in place too, and the caller must keep that batch.
+    reads it in place: then this graph reads the last batch in place too, and the caller must keep that batch. The
+    update of both graphs writes the copies of weights in FP8 that the next forward reads.
     """
     gpu: Any = step._gpu
-    parts = gpu._latest.parts
-    place = {"table": gpu._latest.table} if getattr(gpu._latest, "in_place", False) else {}
+    buffers = gpu._latest
+    options = {"weights": buffers.weights, "table": buffers.table if buffers.in_place else 0}
     with activated(gpu._device), captured._memory_from(gpu._pool):
         stream = private_stream(gpu._device, "training")
-        graph = Graph(lambda handle: gpu._body.run(parts, gpu.tally, handle, **place), stream)
+        graph = Graph(lambda handle: gpu._body.run(buffers.parts, gpu.tally, handle, **options), stream)
 
     def launch(stream: int, _held: object = step) -> None:
         graph.launch(stream)

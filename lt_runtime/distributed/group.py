@@ -32,6 +32,7 @@ _END: Final = b"\0"  # ends the purpose of a call, which precedes the value of e
 _SUMMED: Final = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32", "uint64")
 _MPI: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _ELASTIC: Final = "TORCHELASTIC_RUN_ID"
+_KEPT: Final = 20  # of texts that differ, the number of equal characters that an error shows before the first other one
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -209,7 +210,12 @@ class Group(Fixed):
 
 
 def _difference(theirs: Any, ours: Any) -> tuple[str, str]:
-    """Two values that differ, as texts; of mappings only the first entry that differs."""
+    """Two values that differ, as texts; of mappings only the first entry that differs, of texts what follows it."""
+    if isinstance(theirs, str) and isinstance(ours, str):
+        pairs_of_characters = enumerate(zip(theirs, ours, strict=False))
+        first = next((i for i, (one, other) in pairs_of_characters if one != other), min(len(theirs), len(ours)))
+        start = max(0, first - _KEPT)
+        theirs, ours = ("..." * (start > 0) + each[start:] for each in (theirs, ours))
     if not (isinstance(theirs, dict) and isinstance(ours, dict)):
         return shown(theirs), shown(ours)
     pairs = {key: (theirs.get(key, "missing"), ours.get(key, "missing")) for key in {**theirs, **ours}}
@@ -290,7 +296,8 @@ def first_alone(group: Group | None, what: str) -> Iterator[bool]:
     if group is not None:
         with group.patience():
             # `what` may name a different file in each process: only process 0 writes its file
-            text = group.from_first(str(failure or "").encode(), "the writing of a file").decode()
+            told = "" if failure is None else str(failure) or type(failure).__name__
+            text = group.from_first(told.encode(), "the writing of a file").decode()
         if text and failure is None:
             raise GroupError(f"{what} has failed in process 0: {text}")
     if failure is not None:

@@ -58,7 +58,9 @@ def forward_priors(problem: ForwardProblem, device: int) -> Iterable[strategies.
         wanted["epilogue"] = wanted["epilogue"].removesuffix("bias").removesuffix("_") or "none"
     allowed = strategies.forward_strategies(problem)
     # If the product adds the addend, no separate pass over three matrices is needed.
-    order = sorted(allowed, key=lambda each: (to_json(each) != wanted, each.epilogue.has_aux_output))
+    order = sorted(
+        allowed, key=lambda each: (not wanted.items() <= to_json(each).items(), each.epilogue.has_aux_output)
+    )
     return sorted(order, key=lambda each: not each.product_adds)
 
 

@@ -73,7 +73,7 @@ def describe(problem: Remembered) -> str:
 def strategy_in_words(strategy: Mapping[str, object]) -> str:
     """A strategy from the plan cache in words, such as "gelu_aux_bias, keeps preactivation"."""
     if strategy.keys() == {FUSED_MLP}:
-        return "one kernel a pass" if strategy[FUSED_MLP] else "layer by layer"
+        return "fused kernels" if strategy[FUSED_MLP] else "layer by layer"
     if strategy.keys() == {IN_FP8}:
         return "products in FP8" if strategy[IN_FP8] else "own type"
     if strategy.keys() >= {"epilogue", "saved"}:

@@ -291,7 +291,7 @@ def test_tuning(hurried: FakeGpu, monkeypatch: pytest.MonkeyPatch, slow: str, ro
     monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": 1e3, "matmul": 1e3} | {slow: 2e4})
     report = gpu.lt.tune(dims, rows, dtype="bfloat16", progress=False)
     is_fused = slow == "matmul"
-    chosen, other = ("one kernel a pass", "layer by layer")[:: 1 if is_fused else -1]
+    chosen, other = ("fused kernels", "layer by layer")[:: 1 if is_fused else -1]
     assert report[-1].strategy == chosen
     explained = gpu.lt.explain(dims, rows, dtype="bfloat16")[-1]
     assert (explained.strategy, [words for words, _ in explained.alternatives]) == (chosen, [other])
@@ -311,7 +311,7 @@ def test_a_forward_pass_counts_where_a_step_runs_one(hurried: FakeGpu, monkeypat
     monkeypatch.setattr(gpu.streams, "costs_us", {"kernel": 2e3, "matmul": 1e3})
     gpu.lt.tune(dims, rows, dtype="bfloat16", progress=False)
     strategies = [each.strategy for each in gpu.lt.explain(dims, rows, dtype="bfloat16")[-2:]]
-    assert strategies == ["one kernel a pass", "layer by layer"]
+    assert strategies == ["fused kernels", "layer by layer"]
     x, labels = _inputs(gpu, rows, 16), gpu.cp.asarray(np.arange(rows, dtype=np.int32) % 16)
     for loss, target, names in (("mse", x, {BACKWARD, GRADIENTS}), ("cross_entropy", labels, set())):
         model = _model(gpu, dims)
@@ -356,5 +356,5 @@ def test_nothing_is_measured_while_the_stream_is_captured(
 
 def test_an_untuned_chain_is_explained_by_the_priors(gpu: FakeGpu) -> None:
     explained = gpu.lt.explain([16, 16, 4], 43, dtype="bfloat16")
-    assert explained[-1].strategy == "one kernel a pass (by the priors)"
+    assert explained[-1].strategy == "fused kernels (by the priors)"
     assert "one kernel" not in str(gpu.lt.explain([16, 16, 4], 43, dtype="float32"))

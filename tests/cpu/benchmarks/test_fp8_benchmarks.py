@@ -65,7 +65,7 @@ def test_the_timed_graph_casts_no_weight(
     monkeypatch.setattr(type(case), "tune", False)
     setup = steps.Setup(case, gpu.cp.cuda.Stream())
     with internals.own_training_stream():  # A stream without memory of earlier tests.
-        suite._contender(setup).replays(2)
+        steps.contender(setup).replays(2)
     gpu.synchronize_all()
     assert setup.optimizer.steps.item() == 3
 

@@ -75,6 +75,10 @@ def test_auto_is_the_gpu_of_a_process_on_its_machine(monkeypatch, variable, valu
         ([1, 2, 2], r"rank 0 differs from rank 1 in a test: 1 on rank 0, 2 there"),
         ([{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1}], "b = 'missing' on rank 2, b = 2 there"),
         ([{"a": {"b": 1.0}}, {"a": {"b": 1}}], "a = b = 1 on rank 1, a = b = 1.0 there"),
+        (
+            ["AdamW(lr=0.001, betas=(0.9, 0.999))", "AdamW(lr=0.001, betas=(0.9, 0.95))"],
+            r"95\)\)' on rank 1, .*999\)\)'",
+        ),
         ([1, 1, 2, 3], r"rank 2 differs from rank 0 .* \(and 1 other ranks differ\)"),
     ],
 )
@@ -83,6 +87,14 @@ def test_a_difference_names_a_rank_and_an_entry(values, message):
     wire = SimpleNamespace(rank=0, size=len(values), limit=1.0, gather=lambda value, what: texts)
     with pytest.raises(lt.errors.GroupError, match=message):
         groups.Group(wire).agree(values[0], "a test")
+
+
+def test_a_failure_of_process_0_without_a_text_is_told_to_the_others():
+    told = []
+    wire = SimpleNamespace(rank=0, size=2, limit=1.0, gather=lambda value, what: told.append(value) or [value, value])
+    with pytest.raises(MemoryError), groups.first_alone(groups.Group(wire), "saving"):
+        raise MemoryError
+    assert told[0].endswith(b"MemoryError")
 
 
 def test_calls_for_other_purposes_are_told_apart():

@@ -65,6 +65,12 @@ def test_without_a_table_our_kernels_do_what_is_kept_and_derived(table: dict[str
     assert first_backward(GELU) == BackwardStrategy(KERNEL, KERNEL, KERNEL)
 
 
+@pytest.mark.parametrize("backward", [True, False])
+def test_with_few_ragged_columns_the_product_applies_no_activation(table: dict[str, Any], backward: bool) -> None:
+    chain = LayerChain.of_mlp(1000, (333, 5), Activation("gelu"), DType.BFLOAT16, Compute.FLOAT32)
+    assert first_forward(chain, backward=backward).epilogue is Epilogue.BIAS
+
+
 def test_the_product_adds_an_addend_whatever_the_table_says(table: dict[str, Any]) -> None:
     changes = {"activation": Activation(), "addend": forward_of(GELU).y}
     table["forward"]["bf16 none"] = {"epilogue": "bias", "saved": "nothing"}
