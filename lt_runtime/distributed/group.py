@@ -32,7 +32,7 @@ _END: Final = b"\0"  # ends the purpose of a call, which precedes the value of e
 _SUMMED: Final = ("float16", "bfloat16", "float32", "float64", "int32", "int64", "uint32", "uint64")
 _MPI: Final = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID")
 _ELASTIC: Final = "TORCHELASTIC_RUN_ID"
-_KEPT: Final = 20  # of texts that differ, the number of equal characters that an error shows before the first other one
+_KEPT: Final = 20  # the number of equal characters that an error shows before the first difference of two texts
 _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -210,7 +210,7 @@ class Group(Fixed):
 
 
 def _difference(theirs: Any, ours: Any) -> tuple[str, str]:
-    """Two values that differ, as texts; of mappings only the first entry that differs, of texts what follows it."""
+    """Two values that differ, as an error shows them: of mappings the first entry that differs, of texts the ends."""
     if isinstance(theirs, str) and isinstance(ours, str):
         pairs_of_characters = enumerate(zip(theirs, ours, strict=False))
         first = next((i for i, (one, other) in pairs_of_characters if one != other), min(len(theirs), len(ours)))
