@@ -23,7 +23,7 @@ from lt_runtime.fp8 import Prologue
 from lt_runtime.gpu.clock import Clock
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.graphs import Graph
-from lt_runtime.gpu.memory import release_unless_held, stream_memory
+from lt_runtime.gpu.memory import release, stream_memory
 from lt_runtime.gpu.streams import private_stream
 from lt_runtime.kernels.call import Call as KernelCall
 from lt_runtime.kernels.call import DropoutState
@@ -196,8 +196,8 @@ def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
     gpu: Any = step._gpu
     buffers = gpu._latest
     options = {"weights": buffers.weights, "table": buffers.table if buffers.in_place else 0}
-    with activated(gpu._device), captured._memory_from(gpu._pool):
-        stream = private_stream(gpu._device, "training")
+    stream = private_stream(gpu._device, "training")
+    with activated(gpu._device), captured._memory_from(gpu._pool, gpu._device, stream):
         graph = Graph(lambda handle: gpu._body.run(buffers.parts, gpu.tally, handle, **options), stream)
 
     def launch(stream: int, _held: object = step) -> None:
@@ -227,10 +227,10 @@ _measured = itertools.count()
 def own_training_stream() -> Iterator[Callable[[lt.TrainStep], int]]:
     """Within a `with` block steps are captured from a stream of their own, so that they share no memory with others.
 
-    Its memory is freed at the end of the block, unless a repeated call holds it: no step of the block may exist then.
+    Its memory is freed at the end of the block: no step of the block may exist then.
 
     Yields:
-        A function that returns the bytes that a step holds: the memory pool of its graphs, and the stream's scratch.
+        A function that returns the bytes that a step holds: the memory pool of its graphs, and the branch's scratch.
     """
     stream, original = private_stream(DEVICE, f"measured step {next(_measured)}"), captured.private_stream
 
@@ -246,7 +246,7 @@ def own_training_stream() -> Iterator[Callable[[lt.TrainStep], int]]:
     finally:
         captured.private_stream = original
         gc.collect()
-        release_unless_held(DEVICE, stream)
+        release(DEVICE, stream)
 
 
 # The suite `tuning`: plans in a process that finds every problem measured.

@@ -43,7 +43,8 @@ class StreamMemory:
     """A workspace of fixed size and two growing buffers, which belong to one stream and are never shared by two.
 
     Memory is freed only by `release`, because a captured graph may hold the address. A buffer grows by at least half
-    its size, so that its outgrown predecessors together are at most twice as large as the buffer itself.
+    its size, so that its outgrown predecessors together are at most twice as large as the buffer itself. The graphs of
+    training steps have no such buffers, see `scratch_from`.
 
     Attributes:
         stream: handle of the stream.
@@ -55,16 +56,18 @@ class StreamMemory:
         tickets: address of `MAX_TICKETS` uint32 counters that are zero between kernels: a kernel counts its blocks
             with them, and resets them to zero.
         defers: whether `deferred_joins` is open, so that the stream does not wait at the end of a branch.
-        is_held: whether a bound or repeated call has been made with this memory, and may use it at any time.
     """
 
     def __init__(self, device: int, stream: int) -> None:
         self.stream, self._device = stream, device
         self._branch: StreamMemory | None = None
-        self.defers = self.is_held = False
+        self.defers = False
         # Address and size of each buffer; the objects that `on` returns share this dict.
         self._buffers: dict[str, tuple[int, int]] = {}
         self._allocated: list[int] = []
+        self._allocate_scratch: Callable[[int], Any] | None = None
+        # The memory and size that `_allocate_scratch` has given the latest operation, for each buffer.
+        self._lent: dict[str, tuple[Any, int]] = {}
         self.lock = threading.RLock()
         self.workspace_size = workspace_size(device)
         with contextlib.ExitStack() as undo:
@@ -93,13 +96,46 @@ class StreamMemory:
         """Like `scratch`, but a second buffer, for copies of a product's operands while `scratch` is in use."""
         return self._at_least("copies", size)
 
+    @contextlib.contextmanager
+    def scratch_from(self, allocate: Callable[[int], Any] | None) -> Iterator[None]:
+        """Within a `with` block each operation allocates its scratch memory, which the next operation frees.
+
+        So the arrays of a training step, which come from the same memory pool, and scratch memory share addresses. The
+        pool must keep its memory as long as graphs that were captured in the block are used.
+
+        Args:
+            allocate: a function that returns memory of a CuPy pool. None for the stream's own buffers.
+        """
+        earlier = self._allocate_scratch, self._lent
+        self._allocate_scratch, self._lent = allocate, {}
+        try:
+            yield
+        finally:
+            self._allocate_scratch, self._lent = earlier
+
+    @property
+    def lends_scratch(self) -> bool:
+        """Whether a `scratch_from` block is open, which frees scratch memory that operations use."""
+        return self._allocate_scratch is not None
+
     def _at_least(self, name: str, size: int) -> int:
+        if self._allocate_scratch is not None:
+            return self._lent_memory(name, size, self._allocate_scratch)
         address, available = self._buffers.get(name, (0, 0))
         if size > available:
             grown = max(aligned(size), aligned(available * 3 // 2), _MIN_SCRATCH)
             address = self._allocate(grown)
             self._buffers[name] = address, grown
         return address
+
+    def _lent_memory(self, name: str, size: int, allocate: Callable[[int], Any]) -> int:
+        """The address of the latest operation's memory if it has this size, otherwise of new memory; 0 for no bytes."""
+        if not size:
+            return 0
+        if self._lent.get(name, (None, 0))[1] != size:
+            self._lent.pop(name, None)  # first, so that the new memory may be the same
+            self._lent[name] = allocate(size), size
+        return int(self._lent[name][0].ptr)
 
     @property
     def branch(self) -> StreamMemory:
@@ -157,13 +193,6 @@ def stream_memory(device: int, stream: int) -> StreamMemory:
         if (device, stream) not in memories:
             memories[device, stream] = StreamMemory(device, stream)
         return memories[device, stream]
-
-
-def release_unless_held(device: int, stream: int) -> None:
-    """Does what `release` does, unless a bound or repeated call may use the memory."""
-    memory = memories.get((device, stream))
-    if memory is not None and not memory.is_held:
-        release(device, stream)
 
 
 def release(device: int, stream: int) -> None:
@@ -271,9 +300,8 @@ class BoundPlan(Uncopied):
         self._launch = function("cuGraphLaunch")
         with relaxed_captures():
             self._memory = memory = stream_memory(device, stream)
-            memory.is_held = True
             self._lock = memory.lock
-            with memory.lock:
+            with memory.lock, memory.scratch_from(None):  # the call outlives a step that binds it
                 _free_ended()
                 reserve(memory)
                 self._graph = Graph(lambda handle: put(memory.on(handle)), private_stream(device, f"bound to {stream}"))

@@ -148,7 +148,7 @@ class BackwardPass:
 
         Args:
             dy, saved, dz, db: addresses; those of operands without a spec are not used.
-            partial: address of `partial_bytes`.
+            partial: address of `partial_bytes`; not used if they are 0.
         """
         params, launch = self._launches[memory.stream]
         params.dy.data = dy
@@ -158,7 +158,7 @@ class BackwardPass:
             params.dz.data = dz
         if self._sums:
             sums = params.db
-            sums.sum, sums.partial, sums.tickets = db, partial, memory.tickets
+            sums.sum, sums.partial, sums.tickets = db, partial if self.partial_bytes else 0, memory.tickets
         if dropout is not None:
             params.dropout = dropout.block()
         launch()

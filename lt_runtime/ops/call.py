@@ -406,8 +406,11 @@ def _launch_of(prepared: PreparedCall, call: Call) -> Callable[[], object]:
     If a call cannot be captured, for example because memory is short, a warning is given and the call is launched
     kernel by kernel.
     """
+    memory = stream_memory(prepared.device, call.stream)
+    if memory.lends_scratch:  # A rehearsal of a training step is not repeated often.
+        return functools.partial(prepared.put, call)
     if not _is_alone():
-        return _uncaptured(prepared.plan, call, stream_memory(prepared.device, call.stream))
+        return _uncaptured(prepared.plan, call, memory)
     try:
         launch: Callable[[], object] = prepared.plan.bind(call)
     # CaptureError: another thread may have begun a capture since `is_captured` was called.
@@ -437,7 +440,6 @@ def _uncaptured(plan: Plan, call: Call, memory: StreamMemory) -> Callable[[], bo
     `__call__` costs 60 ns more in each call.
     """
     left, lock, put = _UNTIL_RETRY, memory.lock, plan.put
-    memory.is_held = True
 
     def launch() -> bool:
         nonlocal left

@@ -219,19 +219,21 @@ class BackwardPlan(Plan):
             if dx_first:
                 self._put_dx(call, dz, partial, memory)
             if self._sums_beside and not self._sums_last:
-                self._put_sums(dy, db, other)
+                self._put_sums(dy, db, partial, other, memory)
             if self._dw is not None:
                 vector = db if self.strategy.db is MadeBy.EPILOGUE else 0
                 beta = 1.0 if self.problem.accumulate else 0.0
                 self._dw.put(Call((dz, x, dw, vector, 0, dw), other.stream, (1.0, beta)), other)
             if self._sums_beside and self._sums_last:
-                self._put_sums(dy, db, other)
+                self._put_sums(dy, db, partial, other, memory)
             if not dx_first:
                 self._put_dx(call, dz, partial, memory)
 
-    def _put_sums(self, dy: int, db: int, memory: StreamMemory) -> None:
+    def _put_sums(self, dy: int, db: int, partial: int, other: StreamMemory, memory: StreamMemory) -> None:
+        """Launches the pass for the bias gradient beside dw; `partial` is scratch memory of the stream of `memory`."""
         if self._first is not None:
-            self._first.launch(dy, 0, 0, db, memory.scratch(self._partial_bytes), None, memory)
+            partial = partial if other is memory else other.scratch(self._partial_bytes)
+            self._first.launch(dy, 0, 0, db, partial, None, other)
 
     def _put_dx(self, call: Call, dz: int, partial: int, memory: StreamMemory) -> None:
         """Launches the product dx, then the pass for the derivative and the bias gradient of the layer below."""

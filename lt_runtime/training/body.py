@@ -499,6 +499,7 @@ class StepBody:
             tallied = tally.part(first=first) if isinstance(tally, GpuTally) and loss.adds_to_tally(outputs) else None
             value, gradient = compute(outputs, target, **scaling, out_gradient=out, out_loss=tallied, stream=stream)
         scores = scores_of(outputs, target) if loss.classifies else None
+        run.release(outputs)
         del outputs, out  # Arrays are dropped after their last use, so that later arrays get their memory.
         device, held = model.device.ordinal, [gradient]
         del gradient

@@ -27,7 +27,7 @@ from lt_runtime.gpu import graphs
 from lt_runtime.gpu.devices import activated
 from lt_runtime.gpu.driver import call, check, function, is_capturing, is_current
 from lt_runtime.gpu.graphs import Graph
-from lt_runtime.gpu.memory import memories, release_unless_held
+from lt_runtime.gpu.memory import stream_memory
 from lt_runtime.gpu.streams import is_captured, order_after, private_stream, relaxed_captures, stream_handle
 from lt_runtime.kernels.resize import TABLE_BYTES, Place, RowBuffers, RowsCopy, write_table
 from lt_runtime.kernels.tiling import VECTOR_BYTES
@@ -55,8 +55,8 @@ _Key: TypeAlias = tuple[Hashable, ...]
 class GraphOrder:
     """Makes all graphs of a device run one after another, even if they are launched on different streams.
 
-    All graphs are captured on one private stream, and so share its scratch memory and workspace. To launch a graph, a
-    thread takes `lock`, calls `give`, launches the graph, and calls `end`.
+    All graphs are captured on one private stream, and so share its workspace. To launch a graph, a thread takes `lock`,
+    calls `give`, launches the graph, and calls `end`.
 
     Attributes:
         lock: held by the thread that launches a graph.
@@ -333,8 +333,7 @@ class GpuStep:
             if self._body.scales:
                 buffers.fill([(each.address, _pitch(each)) for each in batch], stream)
             with self._together():
-                with _temporary_memory(self._device) if self._captures else contextlib.nullcontext():
-                    self._plan(buffers, stream)
+                self._plan(buffers, stream)
                 if self._captures:
                     self._weights = self._weights or self._body.fp8_weights(self._device, stream)
                     if self._weights is not None and self._weights.are_read:
@@ -410,7 +409,8 @@ class GpuStep:
         captured = private_stream(self._device, "training") if self._captures else stream
         order_after(captured, stream)
         try:
-            with not_tuning(), _memory_from(pool), Met() as met:
+            memory = _memory_from(pool, self._device, captured if self._captures else None)
+            with not_tuning(), memory, Met() as met:
                 options: dict[str, Any] = {"met": met if by_layer else None, "weights": buffers.weights}
                 body.run(buffers.parts, tally, captured, updates=False, sums=sums, **options)
             return met
@@ -419,7 +419,7 @@ class GpuStep:
 
     def _record(self, buffers: StepBuffers) -> Graph:
         captured = private_stream(self._device, "training")
-        with _memory_from(self._pool), ranges.on(captured):
+        with _memory_from(self._pool, self._device, captured), ranges.on(captured):
 
             def run(handle: int) -> None:
                 if not buffers.in_place:
@@ -438,30 +438,20 @@ def _step(stream: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _temporary_memory(device: int) -> Iterator[None]:
-    """At the end of a `with` block, frees the memory of the stream that steps are rehearsed and captured on.
+def _memory_from(pool: Any, device: int, captured: int | None) -> Iterator[None]:
+    """Makes CuPy allocate from `pool`, and allows allocations during a capture.
 
-    Rehearsals may need more scratch memory than the captured step: they cast weights to FP8, which the update does in
-    the step. Nothing is freed if the stream had memory before the block or a bound call holds it: graphs may use it.
+    Args:
+        captured: the stream of captures; its operations allocate their scratch memory from the pool too. None if the
+            step is not captured.
     """
-    stream = private_stream(device, "training")
-    is_used = (device, stream) in memories
-    yield
-    if not is_used:
-        with relaxed_captures():
-            call("cuStreamSynchronize", stream)
-            release_unless_held(device, stream)
-
-
-@contextlib.contextmanager
-def _memory_from(pool: Any) -> Iterator[None]:
-    """Makes CuPy allocate from `pool`, and allows allocations during a capture."""
 
     def allocate(size: int) -> Any:
         with relaxed_captures():
             return pool.malloc(size)
 
-    with cupy().cuda.using_allocator(allocate):
+    scratch = contextlib.nullcontext() if captured is None else stream_memory(device, captured).scratch_from(allocate)
+    with cupy().cuda.using_allocator(allocate), scratch:
         yield
 
 
