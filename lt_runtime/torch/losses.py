@@ -15,7 +15,7 @@ from lt_runtime.ops.linear import linear
 from lt_runtime.ops.losses import cross_entropy as loss_of
 from lt_runtime.ops.matmul import matmul
 from lt_runtime.torch.functional import LINEAR, PLAIN, cast
-from lt_runtime.torch.operators import Needs, Operator, Options
+from lt_runtime.torch.operators import Needs, Operator, Options, is_eager
 from lt_runtime.torch.padded import columns_of, padded_like, whole_rows
 from lt_runtime.torch.tensors import (
     Tensor,
@@ -136,6 +136,13 @@ class LinearCrossEntropy(Operator):
     def saved(self, operands: Tensors, outputs: Tensors, needs: Needs, options: Options) -> Tensors:
         """See `Operator`."""
         return outputs[1:]
+
+    def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
+        """See `Operator`. Inductor writes plain products over the saved gradients, but not an operator's results."""
+        if is_eager((*dys, *saved)):
+            return super().differentiate(dys, saved, needs, options)
+        factor, dtype = dys[0].reshape(1), torch.float16 if options[3] else saved[0].dtype
+        return [*((each * factor).to(dtype) if need else None for each, need in zip(saved, needs, strict=False)), None]
 
     def gradients(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
         """See `Operator`. Saved gradients of the operands' type are scaled in place if autograd frees them."""

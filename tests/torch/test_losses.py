@@ -312,6 +312,17 @@ def test_the_last_backward_pass_scales_the_gradients_in_place(path: str) -> None
     assert not {each.data_ptr() for each in first} & {*kept}
 
 
+def test_compiled_code_scales_the_gradients_in_place_too() -> None:
+    x, weight = leaves((64, 16), (40, 16), dtype=torch.bfloat16)
+    losses = [
+        run(x, weight, labels_for((64,), 40)) for run in (torch.compile(linear_cross_entropy), linear_cross_entropy)
+    ]
+    kept = {each.shape: each.data_ptr() for each in losses[0].grad_fn.saved_tensors}
+    made, wanted = (torch.autograd.grad(0.3 * loss, (x, weight)) for loss in losses)
+    torch.testing.assert_close(made, wanted, rtol=0, atol=0)
+    assert [each.data_ptr() for each in made] == [kept[each.shape] for each in made]
+
+
 def test_logits_are_freed_before_gradients_are_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, alive, where = (
         128,
