@@ -197,7 +197,7 @@ def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
     buffers = gpu._latest
     options = {"weights": buffers.weights, "table": buffers.table if buffers.in_place else 0}
     stream = private_stream(gpu._device, "training")
-    with activated(gpu._device), captured._memory_from(gpu._pool, gpu._device, stream):
+    with activated(gpu._device), captured.memory_from(buffers.arena.again(), gpu._device, stream):
         graph = Graph(lambda handle: gpu._body.run(buffers.parts, gpu.tally, handle, **options), stream)
 
     def launch(stream: int, _held: object = step) -> None:
@@ -230,7 +230,8 @@ def own_training_stream() -> Iterator[Callable[[lt.TrainStep], int]]:
     Its memory is freed at the end of the block: no step of the block may exist then.
 
     Yields:
-        A function that returns the bytes that a step holds: the memory pool of its graphs, and the branch's scratch.
+        A function that returns the bytes that a step with one graph holds: the graph's arena, what else the graph has
+        allocated, and the scratch memory of its branch.
     """
     stream, original = private_stream(DEVICE, f"measured step {next(_measured)}"), captured.private_stream
 
@@ -238,7 +239,10 @@ def own_training_stream() -> Iterator[Callable[[lt.TrainStep], int]]:
         memory, gpu = stream_memory(DEVICE, stream), step._gpu
         streams = [memory] if memory._branch is None else [memory, memory._branch]
         assert gpu is not None
-        return int(gpu._pool.total_bytes()) + sum(size for each in streams for _, size in each._buffers.values())
+        assert gpu._latest is not None
+        assert gpu._latest.arena is not None
+        scratch = sum(size for each in streams for _, size in each._buffers.values())
+        return gpu._latest.arena.size + int(gpu._pool.total_bytes()) + scratch
 
     captured.private_stream = lambda device, name: stream
     try:

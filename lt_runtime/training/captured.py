@@ -37,6 +37,7 @@ from lt_runtime.ops.optimizers.parameters import changes, check_masters
 from lt_runtime.plans.cache import exchange_entries
 from lt_runtime.ranges import range_of
 from lt_runtime.store.plan_store import plan_store
+from lt_runtime.training.arena import Arena, Recorder
 from lt_runtime.training.averages import GpuTally, Totals
 from lt_runtime.training.body import Batch, StepBody
 
@@ -102,6 +103,7 @@ class StepBuffers:
     Attributes:
         parts: inputs, targets and, if given, row weights of each micro-batch; zeros until the first batch.
         graph: the captured step; None before the capture, without graphs, and after the graph has been freed.
+        arena: the memory of all arrays and scratch memory of the graph; None without a graph.
         weights: the copies of weights in FP8 that the graph reads and updates; None if it does not.
         writer: the object in `writes.latest` after a launch of this graph. If another object is there, parameters or
             scales may have been written since, and copies of weights in FP8 may be stale.
@@ -122,6 +124,7 @@ class StepBuffers:
         self.parts = [*zip(*made, strict=True)]
         self.in_place = False
         self.graph: Graph | None = None
+        self.arena: Arena | None = None
         self.weights: Fp8Weights | None = None
         self.writer = object()
         self._table = CUPY.zeros((TABLE_BYTES,), np.dtype(np.uint8), device, stream)
@@ -209,6 +212,7 @@ class GpuStep:
             call("cuStreamSynchronize", stream)  # later steps may use any stream, and need tallies of zero
             self._order, self._launch_graph = _order(device), function("cuGraphLaunch")
         self._pool = cupy().cuda.MemoryPool(_device_memory)
+        self._arena_memory: Any = None
         closing = weakref.finalize(self, _close, device, self._buffers)
         if isinstance(engine, NcclEngine):
             engine.closes_first.append(closing)
@@ -339,7 +343,9 @@ class GpuStep:
                     if self._weights is not None and self._weights.are_read:
                         buffers.weights, buffers.writer = self._weights, self._weights.writer
                     buffers.claim(stream)
-                    self._rehearse(buffers, self._pool, stream, sums=True)  # allocates the memory that the graph keeps
+                    recorder = Recorder(cupy().cuda.MemoryPool().malloc, self._device)
+                    self._rehearse(buffers, recorder, stream, sums=True)
+                    buffers.arena = Arena(recorder.lifetimes, self._shared, self._pool.malloc, self._device)
                     self._body.split_update(stream)
                     buffers.in_place = self._body.reads_table(buffers.parts[0], stream)
                     buffers.graph = self._record(buffers)
@@ -350,6 +356,12 @@ class GpuStep:
                 raise GpuError(f"no memory for batches of {batch[0].shape[0]} rows: {error}") from error
             raise
         return buffers
+
+    def _shared(self, size: int) -> Any:
+        """The memory of the arenas, which the graphs share because they run one after another, of at least `size`."""
+        if self._arena_memory is None or self._arena_memory.mem.size < size:
+            self._arena_memory = _device_memory(size)  # the arenas of earlier graphs keep theirs
+        return self._arena_memory
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -383,22 +395,29 @@ class GpuStep:
             return
         if self._captures and not self._buffers:  # master copies are checked once, before the first graph
             check_masters(self._body.optimizer.parameters, stream)
-        met = self._rehearse(buffers, cupy().cuda.MemoryPool(), stream, by_layer=tunes)
+        met = self._rehearse(buffers, cupy().cuda.MemoryPool().malloc, stream, by_layer=tunes)
         measured = tunes and before_first_step(met.to_tune(), self._device, stream)
         if measured and any(each.is_open for each in met.choices):
             # The layers may have got another precision, in which they run other problems.
-            met = self._rehearse(buffers, cupy().cuda.MemoryPool(), stream, by_layer=True)
+            met = self._rehearse(buffers, cupy().cuda.MemoryPool().malloc, stream, by_layer=True)
             before_first_step(met.to_tune(), self._device, stream)
         self._body.model.met.append(met)
         if measured and self._captures:
-            self._rehearse(buffers, cupy().cuda.MemoryPool(), stream)
+            self._rehearse(buffers, cupy().cuda.MemoryPool().malloc, stream)
 
     def _rehearse(
-        self, buffers: StepBuffers, pool: Any, stream: int, *, by_layer: bool = False, sums: bool = False
+        self,
+        buffers: StepBuffers,
+        allocate: Callable[[int], Any],
+        stream: int,
+        *,
+        by_layer: bool = False,
+        sums: bool = False,
     ) -> Met:
         """Runs a step without the update, on the stream of captures if the step is to be captured.
 
         Args:
+            allocate: a function that returns memory of a CuPy pool.
             by_layer: whether a narrow MLP runs layer by layer.
             sums: whether the processes of a group sum their gradients.
 
@@ -409,7 +428,7 @@ class GpuStep:
         captured = private_stream(self._device, "training") if self._captures else stream
         order_after(captured, stream)
         try:
-            memory = _memory_from(pool, self._device, captured if self._captures else None)
+            memory = memory_from(allocate, self._device, captured if self._captures else None)
             with not_tuning(), memory, Met() as met:
                 options: dict[str, Any] = {"met": met if by_layer else None, "weights": buffers.weights}
                 body.run(buffers.parts, tally, captured, updates=False, sums=sums, **options)
@@ -418,8 +437,9 @@ class GpuStep:
             order_after(stream, captured)
 
     def _record(self, buffers: StepBuffers) -> Graph:
-        captured = private_stream(self._device, "training")
-        with _memory_from(self._pool, self._device, captured), ranges.on(captured):
+        captured, arena = private_stream(self._device, "training"), buffers.arena
+        assert arena is not None
+        with memory_from(arena.again(), self._device, captured), ranges.on(captured):
 
             def run(handle: int) -> None:
                 if not buffers.in_place:
@@ -438,20 +458,20 @@ def _step(stream: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _memory_from(pool: Any, device: int, captured: int | None) -> Iterator[None]:
-    """Makes CuPy allocate from `pool`, and allows allocations during a capture.
+def memory_from(allocate: Callable[[int], Any], device: int, captured: int | None) -> Iterator[None]:
+    """Makes CuPy allocate by a function, and allows it to allocate during a capture.
 
     Args:
-        captured: the stream of captures; its operations allocate their scratch memory from the pool too. None if the
+        captured: the stream of captures; its operations allocate their scratch memory by the function too. None if the
             step is not captured.
     """
 
-    def allocate(size: int) -> Any:
+    def allowed(size: int) -> Any:
         with relaxed_captures():
-            return pool.malloc(size)
+            return allocate(size)
 
-    scratch = contextlib.nullcontext() if captured is None else stream_memory(device, captured).scratch_from(allocate)
-    with cupy().cuda.using_allocator(allocate), scratch:
+    scratch = contextlib.nullcontext() if captured is None else stream_memory(device, captured).scratch_from(allowed)
+    with cupy().cuda.using_allocator(allowed), scratch:
         yield
 
 

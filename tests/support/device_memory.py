@@ -47,6 +47,7 @@ class DeviceMemory:
         # have again.
         self._all_histories: weakref.WeakValueDictionary[int, History] = weakref.WeakValueDictionary()
         self._pools: dict[Hashable, list[list[Access]]] = {}
+        self._parts: dict[int, int] = {}
 
     def allocate(self, size: int, pool: Hashable = None) -> int:
         """Allocates `size` new bytes, and returns their address.
@@ -86,6 +87,11 @@ class DeviceMemory:
         if pool is not None:
             self._pools.setdefault(pool, []).append(accesses)
 
+    def divide(self, owner: object, address: int, size: int) -> None:
+        """Notes that a part of an allocation is an allocation of its own as long as `owner` exists."""
+        self._parts[address] = size
+        weakref.finalize(owner, self._parts.pop, address, None).atexit = False
+
     @property
     def count(self) -> int:
         """The number of allocations."""
@@ -104,7 +110,7 @@ class DeviceMemory:
             history.accesses = []
 
     def touched(self, address: int, size: int | None, operand: str, *, writes: bool) -> list[Touch]:
-        """Describes an access to `size` bytes, or to all bytes from an address to the end of its allocation.
+        """Describes an access to `size` bytes, or to all bytes from an address to the end of its allocation or part.
 
         Returns:
             An empty list if there are no bytes, or if the address belongs to no allocation.
@@ -112,8 +118,9 @@ class DeviceMemory:
         start = self._around(address)
         if start is None or (size is not None and size <= 0):
             return []
-        first, length = address - start, self._blocks[start][1]
-        end = length if size is None else min(length, first + size)
+        ends = [begin + extent for begin, extent in self._parts.items() if begin <= address < begin + extent]
+        limit = min(ends, default=start + self._blocks[start][1])
+        first, end = address - start, (limit if size is None else min(limit, address + size)) - start
         return [Touch(self._histories[start], first, end, writes, operand)]
 
     def check_guards(self) -> None:

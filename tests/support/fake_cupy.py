@@ -8,7 +8,7 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any, Final, Protocol, Self
 
@@ -34,7 +34,7 @@ class Gpu(Protocol):
 class Memory:
     """An allocation of a pool. It returns to the pool of its stream when it is garbage-collected."""
 
-    def __init__(self, gpu: Gpu, size: int, stream: int) -> None:
+    def __init__(self, gpu: Gpu, size: int, stream: Hashable) -> None:
         pool = stream, size
         try:
             self.ptr, self.size, self.device_id = gpu.memory.allocate(max(size, 1), pool), size, 0
@@ -351,6 +351,16 @@ class _Block:
         weakref.finalize(self, back.append, mem).atexit = False
 
 
+class UnownedMemory:
+    """Stands in for CuPy's memory that another object owns."""
+
+    _memory: DeviceMemory
+
+    def __init__(self, ptr: int, size: int, owner: object, device_id: int) -> None:
+        self.ptr, self.size, self.device_id, self._owner = ptr, size, device_id, owner
+        self._memory.divide(self, ptr, size)
+
+
 class MemoryPool:
     """Stands in for CuPy's memory pool, which reuses freed memory for requests of the same size on the same stream."""
 
@@ -435,15 +445,21 @@ def _cuda(gpu: Gpu) -> Any:
     def allocation(size: int) -> Memory:
         return Memory(gpu, size, stream._current.stack[-1].ptr)
 
-    def of_default_pool(size: int) -> MemoryPointer:
+    def allocate(size: int, pool: Hashable) -> MemoryPointer:
         try:
-            return MemoryPointer(allocation(size), 0)
+            return MemoryPointer(Memory(gpu, size, pool), 0)
         except CUDARuntimeError as error:
             raise OutOfMemoryError(f"Out of memory allocating {size} bytes") from error
 
+    def of_default_pool(size: int) -> MemoryPointer:
+        return allocate(size, stream._current.stack[-1].ptr)
+
+    def of_driver(size: int) -> MemoryPointer:
+        return allocate(size, object())  # A pool frees memory by the driver, which first waits for all work.
+
     allocators: list[Callable[[int], MemoryPointer]] = [of_default_pool]
     here = {
-        "default": staticmethod(allocators[0]),
+        "default": staticmethod(of_driver),
         "current_stream": staticmethod(lambda: stream._current.stack[-1].ptr),
     }
     pool = type("MemoryPool", (MemoryPool,), here)
@@ -481,6 +497,7 @@ def _cuda(gpu: Gpu) -> Any:
         alloc_pinned_memory=gpu.pin,
         using_allocator=using_allocator,
         MemoryPool=pool,
+        UnownedMemory=type("UnownedMemory", (UnownedMemory,), {"_memory": gpu.memory}),
         MemoryPointer=MemoryPointer,
         Memory=allocation,
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
