@@ -84,6 +84,7 @@ class Arena:
 
     Attributes:
         size: in bytes.
+        memory: the memory; None if the size is 0.
     """
 
     def __init__(
@@ -95,9 +96,14 @@ class Arena:
     ) -> None:
         self._sizes, self._offsets = [each.size for each in lifetimes], offsets_of(lifetimes)
         self.size = max(map(sum, zip(self._sizes, self._offsets, strict=True)), default=0)
-        self._memory: Any = allocate(self.size) if self.size else None
+        self.memory: Any = allocate(self.size) if self.size else None
         self._otherwise, self._device = otherwise, device
         self._next, self._used = 0, dict[int, int]()  # the end of each piece in use, by its offset
+
+    @property
+    def is_used(self) -> bool:
+        """Whether an array of a run still exists."""
+        return bool(self._used)
 
     def again(self) -> Callable[[int], Any]:
         """A function that allocates the memory of one run. Runs that are captured may share the memory."""
@@ -115,8 +121,8 @@ class Arena:
         if any(begin < other_end and other < end for other, other_end in self._used.items()):
             return self._otherwise(size)
         self._used[begin] = end
-        piece = _Piece(self._memory, lambda: self._used.pop(begin))
-        return _pointer(self._memory.ptr + begin, size, piece, self._device)
+        piece = _Piece(self.memory, lambda: self._used.pop(begin))
+        return _pointer(self.memory.ptr + begin, size, piece, self._device)
 
 
 def offsets_of(lifetimes: Sequence[Lifetime]) -> list[int]:

@@ -212,7 +212,6 @@ class GpuStep:
             call("cuStreamSynchronize", stream)  # later steps may use any stream, and need tallies of zero
             self._order, self._launch_graph = _order(device), function("cuGraphLaunch")
         self._pool = cupy().cuda.MemoryPool(_device_memory)
-        self._arena_memory: Any = None
         closing = weakref.finalize(self, _close, device, self._buffers)
         if isinstance(engine, NcclEngine):
             engine.closes_first.append(closing)
@@ -345,7 +344,7 @@ class GpuStep:
                     buffers.claim(stream)
                     recorder = Recorder(cupy().cuda.MemoryPool().malloc, self._device)
                     self._rehearse(buffers, recorder, stream, sums=True)
-                    buffers.arena = Arena(recorder.lifetimes, self._shared, self._pool.malloc, self._device)
+                    buffers.arena = Arena(recorder.lifetimes, self._arena_memory, self._pool.malloc, self._device)
                     self._body.split_update(stream)
                     buffers.in_place = self._body.reads_table(buffers.parts[0], stream)
                     buffers.graph = self._record(buffers)
@@ -357,11 +356,14 @@ class GpuStep:
             raise
         return buffers
 
-    def _shared(self, size: int) -> Any:
-        """The memory of the arenas, which the graphs share because they run one after another, of at least `size`."""
-        if self._arena_memory is None or self._arena_memory.mem.size < size:
-            self._arena_memory = _device_memory(size)  # the arenas of earlier graphs keep theirs
-        return self._arena_memory
+    def _arena_memory(self, size: int) -> Any:
+        """Memory for a graph's arena. Graphs run one after another, so that their arenas share memory if possible.
+
+        They do not if an array of an earlier graph still exists, because a block of the caller's holds the array.
+        """
+        arenas = [each.arena for each in self._buffers.values() if each.arena is not None]
+        memories = [each.memory for each in arenas if each.memory is not None and not each.is_used]
+        return next((each for each in memories if each.mem.size >= size), None) or _device_memory(size)
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:

@@ -254,3 +254,41 @@ def test_a_call_that_a_block_binds_in_a_rehearsal_has_scratch_memory_of_its_own(
     step(_ones(gpu, _HIDDEN), _ones(gpu, _WIDTH))
     gpu.synchronize_all()
     assert model.kept == 1 << 20
+
+
+def test_smaller_batches_share_the_memory_of_larger_ones(gpu: FakeGpu) -> None:
+    case = _CASES["two blocks"]
+    step = gpu.lt.TrainStep(*_trained(gpu, case), loss=case.loss, batch_size=None, tune=False)
+    gpu.streams.synchronize_all()
+    x, target = _batch(gpu, case, 0)
+    step(x, target, stream=gpu.stream)
+    gc.collect()
+    before = gpu.memory_used()
+    step(x[:16], target[:16], stream=gpu.stream)
+    gpu.synchronize(gpu.stream.ptr)
+    assert gpu.memory_used() - before == 2 * 16 * (case.dims[0] + case.dims[-1]) + TABLE_BYTES
+
+
+def test_an_array_that_a_block_holds_keeps_its_values_when_other_batches_are_trained_on(gpu: FakeGpu) -> None:
+    class Held(gpu.lt.Block):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            self.layer, self.outputs = gpu.lt.Linear(_HIDDEN, _WIDTH, dtype="bfloat16", device=0), None
+
+        def forward(self, x: Any, run: Any) -> Any:
+            y = self.layer.forward(x, run)
+            self.outputs = gpu.lt.add(y, y, stream=run.stream)
+            return y
+
+        def backward(self, dy: Any, run: Any) -> None:
+            self.layer.backward(dy, run)
+
+    model = Held()
+    step = gpu.lt.TrainStep(model, gpu.lt.AdamW(model.parameters()), loss="mse", batch_size=None, tune=False)
+    gpu.streams.synchronize_all()
+    step(_ones(gpu, _HIDDEN), _ones(gpu, _WIDTH))
+    gpu.synchronize_all()
+    held: Any = model.outputs
+    before = host_of(gpu, held).copy()
+    step(_ones(gpu, _HIDDEN)[:16], _ones(gpu, _WIDTH)[:16])
+    gpu.synchronize_all()
+    assert host_of(gpu, held).tobytes() == before.tobytes()
