@@ -37,7 +37,7 @@ from lt_runtime.ops.optimizers.parameters import changes, check_masters
 from lt_runtime.plans.cache import exchange_entries
 from lt_runtime.ranges import range_of
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.training.arena import Arena, Recorder
+from lt_runtime.training.arena import Arena, Lifetime, Recorder
 from lt_runtime.training.averages import GpuTally, Totals
 from lt_runtime.training.body import Batch, StepBody
 
@@ -342,9 +342,8 @@ class GpuStep:
                     if self._weights is not None and self._weights.are_read:
                         buffers.weights, buffers.writer = self._weights, self._weights.writer
                     buffers.claim(stream)
-                    recorder = Recorder(cupy().cuda.MemoryPool().malloc, self._device)
-                    self._rehearse(buffers, recorder, stream, sums=True)
-                    buffers.arena = Arena(recorder.lifetimes, self._arena_memory, self._pool.malloc, self._device)
+                    lifetimes = self._lifetimes(buffers, stream)
+                    buffers.arena = Arena(lifetimes, self._arena_memory, self._pool.malloc, self._device)
                     self._body.split_update(stream)
                     buffers.in_place = self._body.reads_table(buffers.parts[0], stream)
                     buffers.graph = self._record(buffers)
@@ -355,6 +354,12 @@ class GpuStep:
                 raise GpuError(f"no memory for batches of {batch[0].shape[0]} rows: {error}") from error
             raise
         return buffers
+
+    def _lifetimes(self, buffers: StepBuffers, stream: int) -> list[Lifetime]:
+        """Those of the memory that a step allocates; the rehearsal's own memory is freed at the end."""
+        recorder = Recorder(cupy().cuda.MemoryPool().malloc, self._device)
+        self._rehearse(buffers, recorder, stream, sums=True)
+        return recorder.lifetimes
 
     def _arena_memory(self, size: int) -> Any:
         """Memory for a graph's arena. Graphs run one after another, so that their arenas share memory if possible.

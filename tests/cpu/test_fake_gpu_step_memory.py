@@ -256,6 +256,25 @@ def test_a_call_that_a_block_binds_in_a_rehearsal_has_scratch_memory_of_its_own(
     assert model.kept == 1 << 20
 
 
+def test_a_rehearsal_s_memory_is_freed_before_the_graph_s_is_allocated(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, allocate, used = _CASES["two blocks"], gpu.memory.allocate, list[int]()
+    _step(gpu, case)(*_batch(gpu, case, 0), stream=gpu.stream)  # the first step on a stream allocates its workspace
+    gc.collect()
+    step, before = _step(gpu, case), gpu.memory_used()
+
+    def watched(*given: Any) -> int:
+        address = allocate(*given)
+        used.append(gpu.memory_used() - before)
+        return address
+
+    monkeypatch.setattr(gpu.memory, "allocate", watched)
+    step(*_batch(gpu, case, 1), stream=gpu.stream)
+    gpu.synchronize(gpu.stream.ptr)
+    assert max(used) < 1.2 * (gpu.memory_used() - before)
+
+
 def test_smaller_batches_share_the_memory_of_larger_ones(gpu: FakeGpu) -> None:
     case = _CASES["two blocks"]
     step = gpu.lt.TrainStep(*_trained(gpu, case), loss=case.loss, batch_size=None, tune=False)
