@@ -197,7 +197,7 @@ def launch_of(step: lt.TrainStep) -> Callable[[int], None]:
     buffers = gpu._latest
     options = {"weights": buffers.weights, "table": buffers.table if buffers.in_place else 0}
     stream = private_stream(gpu._device, "training")
-    with activated(gpu._device), captured.memory_from(buffers.arena.again(), gpu._device, stream):
+    with activated(gpu._device), captured.memory_from(buffers.arena.again(), gpu._device, stream, gpu._pool.malloc):
         graph = Graph(lambda handle: gpu._body.run(buffers.parts, gpu.tally, handle, **options), stream)
 
     def launch(stream: int, _held: object = step) -> None:

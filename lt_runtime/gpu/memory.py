@@ -43,8 +43,8 @@ class StreamMemory:
     """A workspace of fixed size and two growing buffers, which belong to one stream and are never shared by two.
 
     Memory is freed only by `release`, because a captured graph may hold the address. A buffer grows by at least half
-    its size, so that its outgrown predecessors together are at most twice as large as the buffer itself. The graphs of
-    training steps have no such buffers, see `scratch_from`.
+    its size, so that its outgrown predecessors together are at most twice as large as the buffer itself. Graphs of
+    training steps use such buffers only for their branches, see `scratch_from`.
 
     Attributes:
         stream: handle of the stream.
@@ -98,13 +98,11 @@ class StreamMemory:
 
     @contextlib.contextmanager
     def scratch_from(self, allocate: Callable[[int], Any] | None) -> Iterator[None]:
-        """Within a `with` block each operation allocates its scratch memory, which the next operation frees.
+        """Within a `with` block scratch memory comes from `allocate`, or from the stream's own buffers if it is None.
 
-        So the arrays of a training step, which come from the same memory pool, and scratch memory share addresses. The
-        pool must keep its memory as long as graphs that were captured in the block are used.
-
-        Args:
-            allocate: a function that returns memory of a CuPy pool. None for the stream's own buffers.
+        The memory is freed when an operation needs another size, so that arrays of a training step may take its place.
+        Its addresses must not be kept beyond the operation. What `allocate` returns must stay allocated as long as
+        graphs that were captured in the block are used.
         """
         earlier = self._allocate_scratch, self._lent
         self._allocate_scratch, self._lent = allocate, {}
@@ -115,7 +113,7 @@ class StreamMemory:
 
     @property
     def lends_scratch(self) -> bool:
-        """Whether a `scratch_from` block is open, which frees scratch memory that operations use."""
+        """Whether addresses of scratch memory are valid for one operation only, see `scratch_from`."""
         return self._allocate_scratch is not None
 
     def _at_least(self, name: str, size: int) -> int:
@@ -273,7 +271,8 @@ class BoundPlan(Uncopied):
     concurrently with the input gradient if the plan says so. While the stream is being captured, a call launches the
     operation's kernels into that capture instead.
 
-    The graph uses the workspace and the scratch memory of its stream, as an unbound call of the same operation does.
+    The graph uses the workspace and the scratch memory of its stream, as an unbound call of the same operation does; in
+    a training step an unbound call gets other scratch memory.
 
     Args:
         put: function that launches the operation on the stream of a `StreamMemory`. It must have run before, on any
@@ -301,7 +300,7 @@ class BoundPlan(Uncopied):
         with relaxed_captures():
             self._memory = memory = stream_memory(device, stream)
             self._lock = memory.lock
-            with memory.lock, memory.scratch_from(None):  # the call outlives a step that binds it
+            with memory.lock, memory.scratch_from(None):  # a step's scratch memory is freed before the last launch
                 _free_ended()
                 reserve(memory)
                 self._graph = Graph(lambda handle: put(memory.on(handle)), private_stream(device, f"bound to {stream}"))
@@ -316,7 +315,8 @@ class BoundPlan(Uncopied):
         with self._lock:
             # the default stream (0) cannot be under capture
             if stream and is_capturing(stream):
-                self._put(self._memory)
+                with self._memory.scratch_from(None):
+                    self._put(self._memory)
             elif status := self._launch(self._executable, stream):
                 check("cuGraphLaunch", status)
 

@@ -46,6 +46,8 @@ _CAPTURE_SHARE: Final = 0.03
 _MOST_CAPTURE_S: Final = 0.05
 _ONCE: Final = False
 """Value in `cache.repeats` of a call that a `PreparedCall` has run once with these addresses. The next is captured."""
+Launch: TypeAlias = Callable[[], object] | bool
+"""A function that launches a repeated call, or `_ONCE`."""
 _QUIET_THREADS: Final = re.compile(
     "lt_runtime .*|InductorSubproc|subproc_worker_timer|tqdm_monitor|QueueFeederThread|.*\\(_pin_memory_loop\\)"
 )
@@ -389,7 +391,7 @@ class _Allowance:
         self._checked = now
         return self._seconds > 0
 
-    def spend(self, capture: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+    def spend(self, capture: Callable[[], Launch]) -> Launch:
         """Makes a capture, and subtracts its duration from the allowance."""
         start = time.perf_counter()
         made = capture()
@@ -400,19 +402,19 @@ class _Allowance:
 allowance = _Allowance()
 
 
-def _launch_of(prepared: PreparedCall, call: Call) -> Callable[[], object]:
+def _launch_of(prepared: PreparedCall, call: Call) -> Launch:
     """Captures a repeated call into a graph if no other thread can be disturbed; returns a function that launches it.
 
     If a call cannot be captured, for example because memory is short, a warning is given and the call is launched
     kernel by kernel.
     """
     memory = stream_memory(prepared.device, call.stream)
-    if memory.lends_scratch:  # A rehearsal of a training step is not repeated often.
-        return functools.partial(prepared.put, call)
+    if memory.lends_scratch:  # A graph would keep the address of scratch memory that the rehearsal of a step frees.
+        return _ONCE
     if not _is_alone():
         return _uncaptured(prepared.plan, call, memory)
     try:
-        launch: Callable[[], object] = prepared.plan.bind(call)
+        launch: Launch = prepared.plan.bind(call)
     # CaptureError: another thread may have begun a capture since `is_captured` was called.
     except (GpuError, CaptureError) as error:
         warnings.warn(f"a call that repeats could not be bound and stays as it was ({error})", stacklevel=2)

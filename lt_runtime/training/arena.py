@@ -1,4 +1,4 @@
-"""Places the memory of work that always makes the same allocations in one block of as few bytes as possible.
+"""Places the memory of work that always makes the same allocations in one block, with little free space between.
 
 A memory pool does not know how long the memory that it gives will be in use, so that free memory lies between memory in
 use, in parts that are too small for the next request. A run that records the lifetimes of all memory allows better
@@ -8,10 +8,16 @@ places for the runs after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from lt_runtime.arrays.libraries import cupy
 from lt_runtime.gpu.memory import aligned
+
+_AHEAD: Final = 16
+"""The number of recorded allocations that a run may leave out at a time."""
+_NEVER: Final = 1 << 62
 
 
 class Lifetime:
@@ -19,22 +25,17 @@ class Lifetime:
 
     Attributes:
         size: in bytes, a multiple of `ALIGNMENT`.
-        begin, end: the number of allocations before it, and before its memory was freed; `end` is None until then.
+        begin, end: the number of allocations before it, and before its memory was freed.
     """
 
     __slots__ = ("begin", "end", "size")
 
     def __init__(self, size: int, begin: int) -> None:
-        self.size, self.begin = aligned(size), begin
-        self.end: int | None = None
-
-    def meets(self, other: Lifetime) -> bool:
-        """Whether both pieces of memory are in use at some time."""
-        return (other.end is None or self.begin < other.end) and (self.end is None or other.begin < self.end)
+        self.size, self.begin, self.end = aligned(size), begin, _NEVER
 
 
 class _Piece:
-    """Memory in use; CuPy drops this object when the array that uses the memory is freed."""
+    """Memory in use. CuPy drops this object, which keeps the memory, when the array that uses the memory is freed."""
 
     __slots__ = ("_freed", "_memory")
 
@@ -72,57 +73,64 @@ class Recorder:
         return _pointer(memory.ptr, size, _Piece(memory, freed), self._device)
 
 
-class Arena:
-    """One block of memory, from which a run that makes recorded allocations again gets its memory.
+class Block:
+    """Memory of one or several arenas.
 
-    The run may differ: an allocation that was not recorded, or whose place is still in use, is made by `otherwise`.
+    Args:
+        pointer: the memory, as CuPy's `MemoryPointer`.
+
+    Attributes:
+        pointer: the argument.
+        used: for each piece in use the place of its end, by that of its beginning.
+    """
+
+    def __init__(self, pointer: Any) -> None:
+        self.pointer, self.used = pointer, dict[int, int]()
+
+
+class Arena:
+    """The places of memory in a block, for runs that make recorded allocations again.
+
+    A run may leave out recorded allocations. One of another size than the recorded ones, or whose place is still in
+    use, as by an array that an earlier run has left to a caller, comes from `otherwise`.
 
     Args:
         lifetimes: those of a `Recorder`.
-        allocate: a function that returns memory of the device.
+        find: a function that returns a block of at least so many bytes.
         otherwise: a function that returns memory of a CuPy pool.
 
     Attributes:
         size: in bytes.
-        memory: the memory; None if the size is 0.
+        block: the memory.
     """
 
     def __init__(
         self,
         lifetimes: Sequence[Lifetime],
-        allocate: Callable[[int], Any],
+        find: Callable[[int], Block],
         otherwise: Callable[[int], Any],
         device: int,
     ) -> None:
         self._sizes, self._offsets = [each.size for each in lifetimes], offsets_of(lifetimes)
         self.size = max(map(sum, zip(self._sizes, self._offsets, strict=True)), default=0)
-        self.memory: Any = allocate(self.size) if self.size else None
-        self._otherwise, self._device = otherwise, device
-        self._next, self._used = 0, dict[int, int]()  # the end of each piece in use, by its offset
-
-    @property
-    def is_used(self) -> bool:
-        """Whether an array of a run still exists."""
-        return bool(self._used)
+        self.block, self._otherwise, self._device, self._next = find(self.size), otherwise, device, 0
 
     def again(self) -> Callable[[int], Any]:
-        """A function that allocates the memory of one run. Runs that are captured may share the memory."""
+        """A function that allocates the memory of one run."""
         self._next = 0
-        return self._allocated
+        return self._allocate
 
-    def _allocated(self, size: int) -> Any:
-        if not size:
+    def _allocate(self, size: int) -> Any:
+        wanted, ahead = aligned(size), range(self._next, min(self._next + _AHEAD, len(self._sizes)))
+        place = next((each for each in ahead if size and self._sizes[each] == wanted), None)
+        if place is None:
             return self._otherwise(size)
-        place, self._next = self._next, self._next + 1
-        if place >= len(self._sizes) or self._sizes[place] != aligned(size):
+        self._next, begin, used = place + 1, self._offsets[place], self.block.used
+        if any(begin < other_end and other < begin + wanted for other, other_end in [*used.items()]):
             return self._otherwise(size)
-        begin = self._offsets[place]
-        end = begin + aligned(size)
-        if any(begin < other_end and other < end for other, other_end in self._used.items()):
-            return self._otherwise(size)
-        self._used[begin] = end
-        piece = _Piece(self.memory, lambda: self._used.pop(begin))
-        return _pointer(self.memory.ptr + begin, size, piece, self._device)
+        used[begin] = begin + wanted
+        piece = _Piece(self.block, lambda: used.pop(begin))
+        return _pointer(self.block.pointer.ptr + begin, size, piece, self._device)
 
 
 def offsets_of(lifetimes: Sequence[Lifetime]) -> list[int]:
@@ -131,16 +139,20 @@ def offsets_of(lifetimes: Sequence[Lifetime]) -> list[int]:
     The largest pieces come first, each at the lowest free place. The source is Pisarchyk and Lee, "Efficient Memory
     Management for Deep Neural Net Inference" (2020), section 5.2.
     """
-    offsets, placed = [0] * len(lifetimes), list[int]()
-    for i in sorted(range(len(lifetimes)), key=lambda i: -lifetimes[i].size):
-        offset, piece = 0, lifetimes[i]
-        for j in sorted((each for each in placed if piece.meets(lifetimes[each])), key=offsets.__getitem__):
-            if offset + piece.size <= offsets[j]:
+    begins, ends, sizes = (
+        np.array([getattr(each, name) for each in lifetimes], np.int64) for name in ("begin", "end", "size")
+    )
+    offsets, order = np.zeros(len(lifetimes), np.int64), np.argsort(-sizes, kind="stable")
+    for number, i in enumerate(order):
+        placed = order[:number]
+        met = placed[(begins[placed] < ends[i]) & (begins[i] < ends[placed])]
+        offset = 0
+        for j in met[np.argsort(offsets[met], kind="stable")]:
+            if offset + sizes[i] <= offsets[j]:
                 break
-            offset = max(offset, offsets[j] + lifetimes[j].size)
+            offset = max(offset, int(offsets[j] + sizes[j]))
         offsets[i] = offset
-        placed.append(i)
-    return offsets
+    return [int(each) for each in offsets]
 
 
 def _pointer(address: int, size: int, owner: object, device: int) -> Any:

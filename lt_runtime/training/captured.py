@@ -37,7 +37,7 @@ from lt_runtime.ops.optimizers.parameters import changes, check_masters
 from lt_runtime.plans.cache import exchange_entries
 from lt_runtime.ranges import range_of
 from lt_runtime.store.plan_store import plan_store
-from lt_runtime.training.arena import Arena, Lifetime, Recorder
+from lt_runtime.training.arena import Arena, Block, Recorder
 from lt_runtime.training.averages import GpuTally, Totals
 from lt_runtime.training.body import Batch, StepBody
 
@@ -103,7 +103,8 @@ class StepBuffers:
     Attributes:
         parts: inputs, targets and, if given, row weights of each micro-batch; zeros until the first batch.
         graph: the captured step; None before the capture, without graphs, and after the graph has been freed.
-        arena: the memory of all arrays and scratch memory of the graph; None without a graph.
+        arena: the places of the graph's arrays and scratch memory, except those that its rehearsal did not allocate,
+            and the scratch memory of branches; None without a graph.
         weights: the copies of weights in FP8 that the graph reads and updates; None if it does not.
         writer: the object in `writes.latest` after a launch of this graph. If another object is there, parameters or
             scales may have been written since, and copies of weights in FP8 may be stale.
@@ -342,8 +343,13 @@ class GpuStep:
                     if self._weights is not None and self._weights.are_read:
                         buffers.weights, buffers.writer = self._weights, self._weights.writer
                     buffers.claim(stream)
-                    lifetimes = self._lifetimes(buffers, stream)
-                    buffers.arena = Arena(lifetimes, self._arena_memory, self._pool.malloc, self._device)
+                    pool = cupy().cuda.MemoryPool()
+                    recorder = Recorder(pool.malloc, self._device)
+                    self._rehearse(buffers, recorder, stream, sums=True, otherwise=pool.malloc)
+                    # An array that the model holds goes back to `pool` when the capture replaces it: memory must not be
+                    # freed while a stream is captured.
+                    pool.free_all_blocks()
+                    buffers.arena = Arena(recorder.lifetimes, self._block, self._pool.malloc, self._device)
                     self._body.split_update(stream)
                     buffers.in_place = self._body.reads_table(buffers.parts[0], stream)
                     buffers.graph = self._record(buffers)
@@ -355,20 +361,12 @@ class GpuStep:
             raise
         return buffers
 
-    def _lifetimes(self, buffers: StepBuffers, stream: int) -> list[Lifetime]:
-        """Those of the memory that a step allocates; the rehearsal's own memory is freed at the end."""
-        recorder = Recorder(cupy().cuda.MemoryPool().malloc, self._device)
-        self._rehearse(buffers, recorder, stream, sums=True)
-        return recorder.lifetimes
-
-    def _arena_memory(self, size: int) -> Any:
-        """Memory for a graph's arena. Graphs run one after another, so that their arenas share memory if possible.
-
-        They do not if an array of an earlier graph still exists, because a block of the caller's holds the array.
-        """
-        arenas = [each.arena for each in self._buffers.values() if each.arena is not None]
-        memories = [each.memory for each in arenas if each.memory is not None and not each.is_used]
-        return next((each for each in memories if each.mem.size >= size), None) or _device_memory(size)
+    def _block(self, size: int) -> Block:
+        """Memory for a graph's arena. Graphs run one after another, so that arenas share memory that is large enough."""
+        blocks = [each.arena.block for each in self._buffers.values() if each.arena is not None]
+        found = next((each for each in blocks if each.pointer.mem.size >= size), None)
+        with relaxed_captures():
+            return found or Block(_device_memory(max(size, 1)))
 
     @contextlib.contextmanager
     def _together(self) -> Iterator[None]:
@@ -420,6 +418,7 @@ class GpuStep:
         *,
         by_layer: bool = False,
         sums: bool = False,
+        otherwise: Callable[[int], Any] | None = None,
     ) -> Met:
         """Runs a step without the update, on the stream of captures if the step is to be captured.
 
@@ -427,6 +426,7 @@ class GpuStep:
             allocate: a function that returns memory of a CuPy pool.
             by_layer: whether a narrow MLP runs layer by layer.
             sums: whether the processes of a group sum their gradients.
+            otherwise: see `memory_from`.
 
         Returns:
             The problems that have run.
@@ -435,7 +435,7 @@ class GpuStep:
         captured = private_stream(self._device, "training") if self._captures else stream
         order_after(captured, stream)
         try:
-            memory = memory_from(allocate, self._device, captured if self._captures else None)
+            memory = memory_from(allocate, self._device, captured if self._captures else None, otherwise)
             with not_tuning(), memory, Met() as met:
                 options: dict[str, Any] = {"met": met if by_layer else None, "weights": buffers.weights}
                 body.run(buffers.parts, tally, captured, updates=False, sums=sums, **options)
@@ -446,14 +446,15 @@ class GpuStep:
     def _record(self, buffers: StepBuffers) -> Graph:
         captured, arena = private_stream(self._device, "training"), buffers.arena
         assert arena is not None
-        with memory_from(arena.again(), self._device, captured), ranges.on(captured):
 
-            def run(handle: int) -> None:
+        def run(handle: int) -> None:
+            with memory_from(arena.again(), self._device, captured, self._pool.malloc):
                 if not buffers.in_place:
                     buffers.fill((), handle)
                 table = buffers.table if buffers.in_place else 0
                 self._body.run(buffers.parts, self.tally, handle, weights=buffers.weights, table=table)
 
+        with ranges.on(captured):
             return Graph(run, captured)
 
 
@@ -465,20 +466,32 @@ def _step(stream: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def memory_from(allocate: Callable[[int], Any], device: int, captured: int | None) -> Iterator[None]:
+def memory_from(
+    allocate: Callable[[int], Any],
+    device: int,
+    captured: int | None,
+    otherwise: Callable[[int], Any] | None = None,
+) -> Iterator[None]:
     """Makes CuPy allocate by a function, and allows it to allocate during a capture.
 
     Args:
         captured: the stream of captures; its operations allocate their scratch memory by the function too. None if the
             step is not captured.
+        otherwise: allocates arrays of other streams, such as those of a block of the caller's, which may run beside the
+            captured stream; `allocate` if None.
     """
 
-    def allowed(size: int) -> Any:
+    def of_scratch(size: int) -> Any:
         with relaxed_captures():
             return allocate(size)
 
-    scratch = contextlib.nullcontext() if captured is None else stream_memory(device, captured).scratch_from(allowed)
-    with cupy().cuda.using_allocator(allowed), scratch:
+    def of_arrays(size: int) -> Any:
+        is_other = otherwise is not None and cupy().cuda.get_current_stream().ptr != captured
+        with relaxed_captures():
+            return otherwise(size) if otherwise is not None and is_other else allocate(size)
+
+    scratch = contextlib.nullcontext() if captured is None else stream_memory(device, captured).scratch_from(of_scratch)
+    with cupy().cuda.using_allocator(of_arrays), scratch:
         yield
 
 

@@ -377,7 +377,8 @@ class MemoryPool:
         return MemoryPointer(_Block(mem, back), 0)
 
     def free_all_blocks(self) -> None:
-        self._free.clear()
+        for each in self._free.values():
+            each.clear()
 
 
 _CREATORS: Final = ("ones", "arange")  # the real CuPy compiles a kernel for these functions
