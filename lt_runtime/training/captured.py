@@ -362,7 +362,7 @@ class GpuStep:
         return buffers
 
     def _block(self, size: int) -> Block:
-        """Memory for a graph's arena. Graphs run one after another, so that arenas share memory that is large enough."""
+        """Memory for an arena. Graphs run one after another, so that their arenas share memory that is large enough."""
         blocks = [each.arena.block for each in self._buffers.values() if each.arena is not None]
         found = next((each for each in blocks if each.pointer.mem.size >= size), None)
         with relaxed_captures():
