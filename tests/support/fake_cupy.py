@@ -32,7 +32,10 @@ class Gpu(Protocol):
 
 
 class Memory:
-    """An allocation of a pool. It returns to the pool of its stream when it is garbage-collected."""
+    """An allocation of a pool. It returns to the pool of its stream when it is garbage-collected.
+
+    Memory without a stream goes back to the driver, which invalidates all captures.
+    """
 
     def __init__(self, gpu: Gpu, size: int, stream: Hashable) -> None:
         pool = stream, size
@@ -40,7 +43,14 @@ class Memory:
             self.ptr, self.size, self.device_id = gpu.memory.allocate(max(size, 1), pool), size, 0
         except FullError:
             raise CUDARuntimeError(2) from None
-        weakref.finalize(self, gpu.memory.free, self.ptr, pool).atexit = False
+        weakref.finalize(self, _free, gpu, self.ptr, pool).atexit = False
+
+
+def _free(gpu: Gpu, address: int, pool: tuple[Hashable, int]) -> None:
+    gpu.memory.free(address, pool)
+    if not isinstance(pool[0], int):
+        for each in gpu.streams.captures.values():
+            each.is_broken = True
 
 
 class MemoryPointer:
