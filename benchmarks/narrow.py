@@ -1,8 +1,9 @@
-"""The suite `narrow`: training steps of narrow MLPs: tuned, one kernel a pass, layer by layer, by PyTorch and by JAX.
+"""The suite `narrow`: training steps of narrow MLPs by lt_runtime, PyTorch and JAX.
 
-Each step is one CUDA graph, measured as in the suite `steps`. A row also has two floors of the step's time: moving the
-bytes of a step in one kernel at the bandwidth of the fastest copy kernel in the same run, and computing its products at
-the tensor cores' nominal peak.
+Our step is measured as it is tuned, with one fused kernel for each pass, and layer by layer. Each step is one CUDA
+graph, measured as in the suite `steps`. A row also has two floors of the step's time: moving the bytes of a step in one
+kernel at the bandwidth of the fastest copy kernel in the same run, and computing its products at the tensor cores'
+nominal peak.
 """
 
 from __future__ import annotations

@@ -27,7 +27,6 @@ from benchmarks.timing import has_gpu, release, spent
 
 _ASKED: Final = {"max_autotune": "max_autotune", "torch_compile": "compile", "jax": "jax"}
 """Maps each option that adds peers to a part of these contenders' names."""
-"""For each option that adds a peer, the beginning of the peer's names."""
 _FEWER: Final = ("ours", "contenders", "no_compile")
 """Options that leave contenders out; a row tells which of them it was measured with."""
 WHOLE: Final = "whole"
@@ -114,7 +113,11 @@ def _wanted(suite: Suite, kept: Rows, digest: str, options: argparse.Namespace) 
 
 
 def _is_done(row: Json, digest: str, options: argparse.Namespace) -> bool:
-    """Whether a row is of the present code, and has every contender that the options ask for, or no peer at all."""
+    """Whether a row need not be measured again.
+
+    It is of the present code, was measured with no option that leaves out contenders wanted now, and has tried every
+    peer that the options ask for, or is of a case without peers.
+    """
     tried = [name for name in (*row["us"], *row.get("left_out", ())) if is_peer(name)]
     asked = [part for option, part in _ASKED.items() if getattr(options, option)]
     has_all = all(any(each in name for name in tried) for each in asked)

@@ -42,7 +42,7 @@ spent: Final[dict[str, float]] = {}
 
 @contextlib.contextmanager
 def stopwatch(part: str) -> Iterator[None]:
-    """Adds the time in a `with` block to the seconds of a part of the present row."""
+    """Adds the seconds spent in a `with` block to those of one part of the present row, see `spent`."""
     start = time.monotonic()
     try:
         yield

@@ -36,7 +36,7 @@ class Training:
 
     Attributes:
         losses: the losses of the steps so far, each before its update.
-        memory: peak bytes of an eager step: parameters, optimizer, gradients and all that the step makes.
+        memory: peak bytes of an eager step: parameters, optimizer states, gradients, and the tensors that it allocates.
     """
 
     def __init__(self, case: TorchCase, library: str, mode: str | None) -> None:

@@ -75,7 +75,10 @@ def shapes(stratum: str) -> list[Shape]:
 
 
 def blocks() -> list[Block]:
-    """Every shape in BF16 with GELU, and the odd shapes in TF32 as well. A block's group names its stratum and half."""
+    """All blocks, with GELU: the drawn shapes in BF16, the odd ones and `_SLOW` in BF16 and TF32.
+
+    A block's group names its stratum and one of `FIT`, `JUDGE` and `_APART`.
+    """
     drawn = [
         Block(f"{stratum} {FIT if 2 * number < _SHAPES else JUDGE}", *shape, kind, "gelu")
         for stratum in STRATA

@@ -563,8 +563,8 @@ __device__ inline void sum_products_of(int warp, const MlpParams& p, SCALAR* mem
   }
 }
 
-// Whether the kernel needs warps that move registers, and is compiled for an architecture without them. It then has no
-// code; `fitting_parts` requests no such kernel.
+// Whether the kernel uses setmaxnreg (SUM_REGISTERS > 0), but is compiled for an architecture without it. The kernel is
+// then empty; `fitting_parts` requests no such kernel.
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool kIsMissing = SUM_REGISTERS > 0;
 #else

@@ -10,7 +10,7 @@ from typing import Final
 RECORD_VARIABLE: Final = "LT_RUNTIME_RECORD"
 TUNE_VARIABLE: Final = "LT_RUNTIME_TUNE"
 VARIABLES: Final = ("LT_RUNTIME_CACHE_DIR", "LT_RUNTIME_CUBLASLT", RECORD_VARIABLE, TUNE_VARIABLE)
-"""The names of all environment variables that lt_runtime reads."""
+"""The names of lt_runtime's own environment variables."""
 
 LOCAL_RANKS: Final = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 """Variables of torchrun, MPICH, Open MPI and Slurm that hold a process's number among those on its machine."""

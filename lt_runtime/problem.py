@@ -339,7 +339,7 @@ class MatmulProblem:
         bias_alignment: alignment of the epilogue's bias or bias gradient.
         aux: spec of the epilogue's auxiliary matrix; a ReLU mask's layout counts bits.
         device_scalars: α and β are addresses on the device, read when the product runs.
-        no_split_k: cuBLASLt may not split K, which would take a second kernel.
+        no_split_k: an algorithm that splits K, and so takes a second kernel, is used only if cuBLASLt offers no other.
         b_dtype: type of B, if A is FP8 and B of the other FP8 type; None otherwise.
         scales: names of the FP32 numbers on the device that an FP8 product has, in the order of `SCALES`.
         fast_accumulation: whether an FP8 product may be summed with fewer bits than FP32 has.

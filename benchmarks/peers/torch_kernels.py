@@ -264,7 +264,7 @@ def adamw(
             torch._foreach_copy_(copies, parameters)
         return [_in_fp8(each, scale) for each in copies] if casts else None
 
-    is_plain = not has_masters and max_norm is None and not casts  # its call has no other work of the host
+    is_plain = not has_masters and max_norm is None and not casts  # `optimizer.step()` is then all of it
     return Contender((lambda *_: optimizer.step()) if is_plain else run, capture)
 
 

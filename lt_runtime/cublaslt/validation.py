@@ -43,7 +43,7 @@ _NARROW: Final = (_T.R_8F_E4M3, _T.R_8F_E5M2, _T.R_6F_E2M3, _T.R_6F_E3M2, _T.R_4
 
 
 def element_bytes(data_type: int) -> int:
-    """The bytes of an element, and the alignment of its address; 1 where several elements share a byte."""
+    """The size of an element in bytes, which is also its address's alignment; 1 if several elements share a byte."""
     kind, width = DataType(data_type).name.split("_")[:2]  # the name R_16BF, for example, gives "R" and "16BF"
     bits = int(width.rstrip("BFIU"))
     return max(1, bits * (2 if kind == "C" else 1) // 8)

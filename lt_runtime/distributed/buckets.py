@@ -24,10 +24,10 @@ On two H200s the sum of 19 MB of gradients took 97 us in one bucket and 147 us i
 about the difference: short products that run beside a sum take longer by nearly the time of the sum.
 """
 _LEAST_BYTES: Final = 8 << 20
-"""Least bytes of each of two buckets.
+"""Gradients are divided into two buckets if each has at least this many bytes.
 
-Two let the update of the first one's parameters run beside the second one's sum, which shortened a step with 19 MB of
-gradients from 1017 to 991 us (two H100s).
+Two buckets let the update of the first one's parameters run beside the second one's sum, which shortened a step with
+19 MB of gradients from 1017 to 991 us (two H100s).
 """
 
 

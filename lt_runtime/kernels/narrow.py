@@ -24,7 +24,7 @@ _SHARED_ROWS: Final = 4
 _QUAD: Final = 4
 # Threads of a block of narrow_k for an epilogue without sums over rows.
 _K_THREADS: Final = 128
-# Octets in a row of a block of narrow_k that also sums over rows.
+# Largest number of octets (eight columns each) across a block of narrow_k that also sums over rows.
 _SUM_OCTETS: Final = 4
 # Largest number of quads (four columns each) across a block of narrow_m: 64 columns.
 _MAX_SIDE: Final = 16

@@ -164,7 +164,7 @@ class Tensor(NamedTuple):
 
 
 class Fp8Copy(NamedTuple):
-    """The copy in FP8 that an update writes of a weight, whose arrays lie at multiples of 16 bytes.
+    """The FP8 copy of a weight, which the weight's update writes. The weight's arrays begin at multiples of 16 bytes.
 
     Attributes:
         shape: a multiple of 16 rows, and of `FP8_COLUMNS` columns.
@@ -246,7 +246,7 @@ def _table(kind: str, chunk: int, tensors: Iterable[tuple[int, Tensor]]) -> NDAr
 
 
 def _fill(rows: NDArray[Any], number: int, tensor: Tensor, starts: NDArray[np.uint64]) -> None:
-    """Writes into a tensor's rows of a table all but their counts: the values for which their struct has a field.
+    """Writes the rows of one tensor in a table, except their counts: the values for which their struct has a field.
 
     The field `type` gets the type of the tensor's last array.
 

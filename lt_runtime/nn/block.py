@@ -100,7 +100,7 @@ class Block:
         raise NotImplementedError(f"{self.title} has no method forward(self, x, run)")
 
     def backward(self, dy: Any, run: Pass) -> Any:
-        """Takes what `forward` kept, and writes the parameters' gradients into the buffers that `run.grad` gives.
+        """Takes the values that `forward` kept, and writes the parameters' gradients into the buffers of `run.grad`.
 
         Args:
             dy: the gradient with respect to the outputs.

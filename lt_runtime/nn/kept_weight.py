@@ -65,7 +65,7 @@ class KeptWeight:
 
 
 def has_kept(state: FP8State, weight: Parameter) -> bool:
-    """Whether the layer with this state keeps its weight, which may be another array than at an earlier call."""
+    """Whether `state` holds an FP8 copy of this weight; False if the weight is another array than the one copied."""
     return state.kept is not None and state.kept.w is weight.data
 
 

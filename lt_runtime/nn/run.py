@@ -258,8 +258,8 @@ class Pass:
     def wrote(self) -> None:
         """Tells `on_written` that the running block has written all gradients whose buffers it got so far.
 
-        `on_written` is also called at the end of each block's backward. The next call also reports the gradients that
-        the loss has written, whose buffers the pass gave while no block was running.
+        `on_written` is also called at the end of each block's backward. The first call in a backward pass also
+        reports the gradients that the loss has written: their buffers were given while no block was running.
         """
         if self.on_written is not None:
             self.join()

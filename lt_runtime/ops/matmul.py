@@ -308,8 +308,8 @@ def matmul(
     """D = epilogue(α·A·B + β·C + bias), for one pair of matrices or a batch of them.
 
     Operands are read where they lie: row- or column-major, with any leading dimension, transposed, or a batch with
-    any stride, 0 included, and are never converted. On a GPU one kernel computes the product: cuBLASLt's, or one of
-    ours if it is expected to be faster, as for a tiny dimension. If cuBLASLt refuses an epilogue, or is known to get it
+    any stride, 0 included, and are never converted. On a GPU cuBLASLt computes the product, or a kernel of ours
+    if that is expected to be faster, as for a tiny dimension. If cuBLASLt refuses an epilogue, or is known to get it
     wrong, a pass of ours follows the plain product. cuBLASLt is slow for some operands, such as rows that are no
     multiple of 16 bytes: a kernel before and a kernel after the product may then copy operands and result, if that was
     measured, or for large products estimated, to be faster.

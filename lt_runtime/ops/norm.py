@@ -295,8 +295,8 @@ def layer_norm_bwd(
 
     Its x, its `add` and their sum all have the gradient dx.
 
-    All sums are FP32, in an order that depends only on shapes and GPU; each gradient is rounded once, dx after `add`
-    has been added, dweight and dbias after their buffers' values have been added.
+    All sums are FP32, in an order that depends only on shapes and GPU. Each gradient is rounded once: dx after `add`
+    has been added, and with `accumulate` dweight and dbias after their buffers' values have been added.
 
     Args:
         dy: (..., N), of x's type: the gradient with respect to y.

@@ -263,7 +263,7 @@ class MatmulPlan(AlgorithmPlan):
     def _unread(self, d: int) -> int:
         """The address that cuBLASLt gets for C if the product adds no C: D's address, or NULL if D is in FP8.
 
-        cuBLASLt refuses a C at D's address that has another layout, and C is never in FP8.
+        If D is in FP8, C has another type and therefore another layout than D, which cuBLASLt refuses at D's address.
         """
         return d if self._operands[2] is self._operands[3] else 0
 

@@ -256,7 +256,7 @@ def applied(function: Any, name: str) -> Any:
 
 
 class _Thread(threading.local):
-    """Whether autograd has started the thread that reads the attribute.
+    """`is_autograds` tells whether autograd has started the current thread.
 
     Python calls a thread that it did not start "Dummy-1" and so on. The new name tells the package that the thread
     synchronises only in backward passes: its existence then does not prevent repeated calls from becoming graphs.

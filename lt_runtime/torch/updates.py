@@ -361,7 +361,7 @@ def _filled(table: NDArray[Any], addresses: tuple[int, ...]) -> NDArray[Any]:
     made = table.copy()
     rows: Any = made["chunk"] if "chunk" in (made.dtype.names or ()) else made
     column = "gradient" if "gradient" in rows.dtype.names else "data"
-    # A tensor has one row for each of its chunks; the row whose address is 0 is its first.
+    # A tensor has a row for each of its chunks, with the chunk's offset in bytes, which is 0 in its first row.
     starts = np.array(addresses or (0,), np.uint64)[np.cumsum(rows[column] == 0) - 1]
     rows[column] += starts
     rows["aligned"] &= (starts % _ALIGNMENT == 0).astype(np.uint8)

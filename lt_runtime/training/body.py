@@ -238,7 +238,7 @@ class StepBody:
             self._buckets.owners = dict(zip(map(id, optimizer.parameters), optimizer.owners, strict=True))
 
     def set_arity(self, count: int) -> None:
-        """Stores the number of the model's inputs at the first batch; later raises for another number."""
+        """Stores the number of the model's inputs at the first batch; raises at a later one, whose number differs."""
         if self.arity is not None:
             raise ShapeError(f"x has {count} arrays; the batches before had {self.arity}")
         self.arity = count

@@ -376,10 +376,10 @@ def _evaluated(
 
 
 def _means(totals: list[Totals], sizes: list[int], classifies: bool) -> Metrics:
-    """Means over the rows that count, which are all rows for a loss without classes.
+    """The mean loss and accuracy over the rows whose label is not ignored; all rows if the loss has no classes.
 
     Args:
-        totals: the totals of each batch; the loss is the mean over the batch's rows that count.
+        totals: the totals of each batch; the loss is the mean over the batch's rows whose label is not ignored.
         sizes: the number of rows of each batch.
     """
     counts = [each.rows for each in totals] if classifies else sizes

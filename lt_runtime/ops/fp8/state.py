@@ -186,7 +186,7 @@ def must_calibrate(state: FP8State, *rows: int) -> bool:
 
 
 def update_scales(states: Iterable[FP8State], *, skipped: Any = None, stream: Any = None) -> None:
-    """Calls `FP8State.update` for several layers; on a GPU one kernel serves up to `MOST_LAYERS` of the same recipe."""
+    """Does what `FP8State.update` does for several layers, by one kernel for up to `MOST_LAYERS` of the same recipe."""
     alike = dict[FP8, list[FP8State]]()
     for state in states:
         if state.slots is not None and state.recipe.recipe == "delayed":

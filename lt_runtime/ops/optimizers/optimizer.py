@@ -360,7 +360,9 @@ def state_arrays(optimizer: Optimizer, names: Sequence[str] | None = None) -> di
 
 
 def state_ranges(optimizer: Optimizer, names: Sequence[str] | None = None) -> dict[str, tuple[float, float]]:
-    """For each array the lowest and highest value that training can reach; where the highest is infinity, also NaN.
+    """The lowest and the highest value that training can give each array, by name.
+
+    An array whose highest value is infinity may have NaN as well.
 
     Args:
         names: of the parameters; None for their own.

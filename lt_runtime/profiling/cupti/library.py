@@ -45,7 +45,10 @@ _GRAPH, _ORIGINAL_GRAPH, _GRAPH_EXEC = 0, 8, 48
 
 BUFFER_SIZE: Final = 8 << 20
 MOST_BUFFERS: Final = 64
-"""Buffers of `BUFFER_SIZE` bytes, enough for about two million kernels. Records after them are dropped and counted."""
+"""The largest number of buffers, of `BUFFER_SIZE` bytes each: enough for about two million kernels.
+
+Records that do not fit are dropped and counted.
+"""
 
 _ON_REQUEST: Final = ctypes.CFUNCTYPE(None, _P, _P, _P)
 _ON_COMPLETION: Final = ctypes.CFUNCTYPE(None, _P, _U32, _P, _SIZE, _SIZE)
