@@ -245,7 +245,7 @@ class CapturedStep(Uncopied):
         return pytree.tree_unflatten([each if each is None else each.detach().clone() for each in leaves], structure)
 
     def _explained(self, error: Exception, *, compiled: bool) -> CaptureError:
-        """The error for a step that cannot be captured, made from the first error, which PyTorch's last error hides."""
+        """The error for a step that cannot be captured. It quotes the first error, which PyTorch's last one hides."""
         cause = error.__context__ or error
         frames = [each for each in traceback.extract_tb(cause.__traceback__) if not each.filename.startswith(_INNER)]
         place = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""

@@ -256,7 +256,7 @@ class _Fp8Gated(torch.autograd.Function):
         arrays = a, *placed((down, down_bias)), None, None, add
         y, made, _ = forward_of_several(scales[2], None, LinearCall(arrays, *common), below)
         _keep(ctx.records, kept, made, down)
-        # A cast to FP8 computes no bias gradient, and serves only weights that are contiguous.
+        # `gated_bwd_in_fp8` computes no bias gradients, and `_backward` needs contiguous weights to take its result.
         is_plain = gate_bias is None and up_bias is None and gate.is_contiguous() and up.is_contiguous()
         ctx.casts = is_plain and casts_gate(h, *scales[:2])
         ctx.is_tuning = is_tuning()

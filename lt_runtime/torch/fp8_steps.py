@@ -1,4 +1,4 @@
-"""The part of an optimizer's step for layers in FP8: the step sets their scales, and `AdamW` writes their weights.
+"""The part of an optimizer's step for layers in FP8: it sets their scales, and `AdamW` also writes FP8 weights.
 
 `AdamW` writes a weight in FP8 and its transpose from the update itself, so that the next forward does not cast it. The
 copy equals the cast that this forward would make. It is made anew if anything else has changed the weight or the scale.

@@ -138,7 +138,7 @@ class LinearCrossEntropy(Operator):
         return outputs[1:]
 
     def differentiate(self, dys: Tensors, saved: Tensors, needs: Needs, options: Options) -> list[Tensor]:
-        """See `Operator`. Inductor can write plain products over the saved gradients, but not an operator's results."""
+        """See `Operator`. Traced calls use plain products, which Inductor can compute in place."""
         if is_eager((*dys, *saved)):
             return super().differentiate(dys, saved, needs, options)
         factor, dtype = dys[0].reshape(1), torch.float16 if options[3] else saved[0].dtype

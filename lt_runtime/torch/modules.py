@@ -131,8 +131,8 @@ class FeedForward(torch.nn.Module):
         gated: whether the block has a gate.
         dropout: probability of dropout of the hidden values, in training.
         bias: whether the layers have a bias.
-        options: precision, device and dtype, as for `Linear`. A gated block computes in FP8 only if its three layers
-            can.
+        options: precision, device and dtype, as for `Linear`. A gated block computes in FP8 only if the sizes of all
+            three layers allow it.
 
     Attributes:
         up, gate, down: layers; `gate` is None without a gate.

@@ -21,7 +21,7 @@ _OTHERS: Final = ("master", "ema")
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, which on a GPU updates all parameters of a group by one kernel.
+    """`torch.optim.AdamW`, which on a GPU updates by one kernel all parameters of a group with equally many updates.
 
     Arguments, groups, schedulers, `torch.amp.GradScaler` and `state_dict` are those of `torch.optim.AdamW`; states
     load in both directions. BF16 parameters are rounded stochastically, or rounded from FP32 master copies. Values that

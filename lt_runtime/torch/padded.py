@@ -47,7 +47,7 @@ class PaddedLinear(LinearLayers):
 
 
 def is_ragged(x: Tensor, weight: Tensor) -> bool:
-    """Whether a layer's output gets padded rows: with fewer rows than columns of x, copying the weight takes longer."""
+    """Whether a layer's output gets padded rows: not if x has so few rows that copying the weight costs more."""
     if getattr(weight, "ndim", 0) != 2 or not isinstance(x, torch.Tensor):
         return False  # an error, which the operator raises
     count, width = weight.shape

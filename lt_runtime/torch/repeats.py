@@ -202,7 +202,7 @@ class _Recorder:
                 return False
             scalars = [each and replace(each, step_address=place) for each, place in zip(states, places, strict=True)]
         elif not prepared.operation.is_scaled:
-            scalars = None  # They may be sources of masks, although the call draws none, and would keep steps alive.
+            scalars = None  # Without dropout they may still be `Philox` objects, which would keep tensors alive.
         self._calls.append((prepared, scalars, tuple([self._place_of.get(address, -1) for address in used])))
         return True
 

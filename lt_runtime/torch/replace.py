@@ -93,7 +93,7 @@ class _Replaced:
     replaces: type
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles name the original class, because this one cannot be imported; `_empty` finds it again."""
+        """Copies and pickles store the original class, since this one cannot be imported; `_empty` remakes this one."""
         made: Any = super().__reduce_ex__(protocol)
         return _empty, (self.replaces,), *made[2:]
 
@@ -162,7 +162,7 @@ def replace(model: Any, example_inputs: Any = None, *, precision: Precision = No
     inputs = {} if example_inputs is None else _inputs_of(model, able, example_inputs)
     entries, chosen = dict[str, Replacement](), list[Any]()
     races, absorbed = dict[Any, tuple[float, float]](), set[int]()
-    for name, module, why in named:  # a block comes before its parts, of which each is looked at if the block stays
+    for name, module, why in named:  # a block precedes its parts, which are tried one by one if it is not replaced
         if id(module) in absorbed:
             continue
         kind, entry = KINDS.get(name_of(module)), _decided(name, module, why, inputs.get(module), races, precision)

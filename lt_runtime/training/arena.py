@@ -1,8 +1,7 @@
-"""Places the memory of work that always makes the same allocations in one block, with little free space between.
+"""Assigns offsets in one block of memory to the allocations of work that makes the same allocations in each run.
 
-A memory pool does not know how long the memory that it gives will be in use, so that free memory lies between memory in
-use, in parts that are too small for the next request. A run that records the lifetimes of all memory allows better
-places for the runs after it.
+A memory pool does not know how long an allocation will live, so that its free memory becomes fragmented. One run
+records the lifetimes of all allocations; from these, offsets with little fragmentation are computed for later runs.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from lt_runtime.arrays.libraries import cupy
 from lt_runtime.gpu.memory import aligned
 
 _AHEAD: Final = 16
-"""The number of recorded allocations that a run may leave out at a time."""
+"""The number of next recorded allocations in which a size is searched: a run may leave out 15 in a row."""
 _NEVER: Final = 1 << 62
 
 
@@ -50,7 +49,8 @@ class Recorder:
     """Allocates memory, and records the lifetime of each piece.
 
     Args:
-        allocate: a function that returns memory of a CuPy pool.
+        allocate: a function that returns memory of a CuPy pool, given its bytes.
+        device: ordinal of the GPU.
 
     Attributes:
         lifetimes: in the order of the allocations.
@@ -61,7 +61,7 @@ class Recorder:
         self.lifetimes = list[Lifetime]()
 
     def __call__(self, size: int) -> Any:
-        """Allocates memory."""
+        """Allocates so many bytes; returns CuPy's `MemoryPointer`."""
         memory, made = self._allocate(size), Lifetime(size, len(self.lifetimes))
         if not size:
             return memory
@@ -81,7 +81,7 @@ class Block:
 
     Attributes:
         pointer: the argument.
-        used: for each piece in use the place of its end, by that of its beginning.
+        used: maps the byte offset at which each piece in use begins to the byte offset at which it ends.
     """
 
     def __init__(self, pointer: Any) -> None:
@@ -91,13 +91,14 @@ class Block:
 class Arena:
     """The places of memory in a block, for runs that make recorded allocations again.
 
-    A run may leave out recorded allocations. One of another size than the recorded ones, or whose place is still in
-    use, as by an array that an earlier run has left to a caller, comes from `otherwise`.
+    A run may leave out recorded allocations. `otherwise` serves an allocation whose size is not among the next recorded
+    ones, or whose place is still in use, for example by an array that an earlier run gave to a caller.
 
     Args:
         lifetimes: those of a `Recorder`.
         find: a function that returns a block of at least so many bytes.
-        otherwise: a function that returns memory of a CuPy pool.
+        otherwise: a function that returns memory of a CuPy pool, given its bytes.
+        device: ordinal of the GPU.
 
     Attributes:
         size: in bytes.
@@ -116,7 +117,7 @@ class Arena:
         self.block, self._otherwise, self._device, self._next = find(self.size), otherwise, device, 0
 
     def again(self) -> Callable[[int], Any]:
-        """A function that allocates the memory of one run."""
+        """Begins a run, and returns the function that allocates its memory."""
         self._next = 0
         return self._allocate
 
@@ -134,10 +135,10 @@ class Arena:
 
 
 def offsets_of(lifetimes: Sequence[Lifetime]) -> list[int]:
-    """A place for each piece of memory, so that pieces in use at the same time do not overlap: "greedy by size".
+    """The offset in bytes of each piece of memory; pieces in use at the same time do not overlap.
 
-    The largest pieces come first, each at the lowest free place. The source is Pisarchyk and Lee, "Efficient Memory
-    Management for Deep Neural Net Inference" (2020), section 5.2.
+    This is "greedy by size": the largest pieces come first, each at the lowest free place. The source is Pisarchyk and
+    Lee, "Efficient Memory Management for Deep Neural Net Inference" (2020), section 5.2.
     """
     begins, ends, sizes = (
         np.array([getattr(each, name) for each in lifetimes], np.int64) for name in ("begin", "end", "size")

@@ -126,7 +126,7 @@ class GpuTally:
             _pass(dtype, layout, kind, self._device).launch(logits, labels, at_loss, tally, handle)
 
     def part(self, *, first: bool) -> Tallied:
-        """An `out_loss` that makes a loss's own kernel do what `add` does; the weight is the loss's `share`."""
+        """The argument `out_loss` of a loss whose own kernel adds to the sums, as `add` does; `share` is the weight."""
         return Tallied(self._state, first)
 
     def read(self, stream: Any) -> Totals:

@@ -62,8 +62,8 @@ class StepLoss(NamedTuple):
     Attributes:
         name: name of the loss, or of the caller's function.
         compute: function that computes the loss and its gradient in the outputs' type. It is called with outputs,
-            target and the keyword arguments `row_weights`, `grad_scale`, `share`, `out_gradient` and `stream`, like the
-            functions of `LOSSES`.
+            target and the keyword arguments `row_weights`, `grad_scale`, `share`, `out_gradient`, `out_loss` and
+            `stream`, like the functions of `LOSSES`.
         classifies: whether the targets are labels.
         is_own: whether the loss is the caller's function, whose targets may be any array.
         elementwise: the loss as the kernels of narrow MLPs compute it; None if it needs labels or weights.
@@ -380,7 +380,7 @@ class StepBody:
         return suited_layers(self.optimizer, linear)
 
     def split_update(self, stream: int) -> None:
-        """Lets most of the update run beside the last sum of gradients, if it needs no norm of all gradients."""
+        """Lets most parameters be updated during the last sum of gradients, unless a norm or a skip needs all sums."""
         if self._in_parts is not None or self._buckets is None or self.optimizer.options.judges_gradients:
             return
         if self._buckets.early:
@@ -550,8 +550,8 @@ def _last_linear(block: Block) -> Linear | None:
 
     The loss can do work of this layer's backward, see `_compute`. The layer must get the gradient of the model's
     outputs unchanged. The last layer of a `Residual` counts only if it is not in FP8, because the block also adds that
-    gradient to the gradient of its inputs. The last layer of an `MLP` counts only in FP8: in other types tuning has
-    compared the layers, each with its bias gradient, with one kernel for the whole MLP.
+    gradient to the gradient of its inputs. The last layer of an `MLP` counts only in FP8: in other types the tuner
+    has timed every layer with its own bias gradient against the fused kernels of a narrow MLP.
     """
     if type(block) is Chain:
         return _last_linear(block.sequence[-1])
@@ -561,7 +561,7 @@ def _last_linear(block: Block) -> Linear | None:
         return last if last is not None and (last.scales is not None) == in_fp8 else None
     if type(block) is not Linear or block.activation != Activation() or block.dropout:
         return None
-    is_whole = block.weight.data.shape[0] % OCTET == 0  # the kernels are made for rows of whole octets
+    is_whole = block.weight.data.shape[0] % OCTET == 0  # the kernels need rows of a multiple of 8 elements
     return block if is_whole and (block.scales is None or type_name(block.weight.data.dtype) == "bfloat16") else None
 
 

@@ -1,6 +1,6 @@
 """Training steps on a GPU: a graph copies each batch into fixed buffers and runs the step on them.
 
-The graph of a narrow MLP whose step is one kernel copies nothing: the kernel reads the batch where it lies.
+If fused kernels of a narrow MLP also compute the loss, the graph copies nothing: they read the batch in place.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _Key: TypeAlias = tuple[Hashable, ...]
 
 
 class GraphOrder:
-    """Makes all graphs of a device run one after another, even if they are launched on different streams.
+    """Makes the graphs of all training steps on a device run one after another, also if launched on different streams.
 
-    All graphs are captured on one private stream, and so share its workspace. To launch a graph, a thread takes `lock`,
+    They are all captured on one private stream, and so share its workspace. To launch a graph, a thread takes `lock`,
     calls `give`, launches the graph, and calls `end`.
 
     Attributes:
@@ -103,8 +103,8 @@ class StepBuffers:
     Attributes:
         parts: inputs, targets and, if given, row weights of each micro-batch; zeros until the first batch.
         graph: the captured step; None before the capture, without graphs, and after the graph has been freed.
-        arena: the places of the graph's arrays and scratch memory, except those that its rehearsal did not allocate,
-            and the scratch memory of branches; None without a graph.
+        arena: the memory of the graph's arrays and scratch buffers; None without a graph. Allocations that the
+            rehearsal did not make, and the scratch buffers of branches, lie elsewhere.
         weights: the copies of weights in FP8 that the graph reads and updates; None if it does not.
         writer: the object in `writes.latest` after a launch of this graph. If another object is there, parameters or
             scales may have been written since, and copies of weights in FP8 may be stale.
@@ -346,8 +346,8 @@ class GpuStep:
                     pool = cupy().cuda.MemoryPool()
                     recorder = Recorder(pool.malloc, self._device)
                     self._rehearse(buffers, recorder, stream, sums=True, otherwise=pool.malloc)
-                    # An array that the model holds goes back to `pool` when the capture replaces it: memory must not be
-                    # freed while a stream is captured.
+                    # Frees what is unused now. An array of the rehearsal that the model still holds returns to `pool`
+                    # when the capture replaces it, so that no memory is freed while the stream is captured.
                     pool.free_all_blocks()
                     buffers.arena = Arena(recorder.lifetimes, self._block, self._pool.malloc, self._device)
                     self._body.split_update(stream)

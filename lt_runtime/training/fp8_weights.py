@@ -94,7 +94,7 @@ def suited_layers(
 
 
 class Fp8Weights:
-    """The copies, each with its transpose if the layer's dx is computed, and the steps that keep them up to date.
+    """FP8 copies of weights, with transposes where dx is computed, and the optimizer step that keeps them up to date.
 
     A copy is the cast of the weight that the layer's next forward would make: with the scale of the next step, which is
     therefore set before the update. `remake` makes the copies at first, and again if anything but `step` has changed a
@@ -102,7 +102,7 @@ class Fp8Weights:
 
     Args:
         layers: the state and the weight of each layer, for which `is_suited` and `can_write` hold.
-        stream: allocates the copies.
+        stream: handle of the stream in whose order the copies are allocated.
 
     Attributes:
         step: see `StepWithCopies`.

@@ -123,8 +123,8 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
     cases the iterable may fill the same arrays again and again.
 
     Args:
-        iterable: of batches: NumPy arrays or PyTorch tensors on the CPU, or tuples, lists or dicts of them, such as a
-            `torch.utils.data.DataLoader`.
+        iterable: yields batches, as a `torch.utils.data.DataLoader` does. A batch is a NumPy array or a PyTorch tensor
+            on the CPU, or a tuple, list or dict of batches.
         depth: the number of batches that are read ahead, from 1 to 65,536.
         device: as in `lt.MLP`, or a model's `device`.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, CuPy's current stream at each
@@ -133,9 +133,8 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
     Returns:
         An iterator; for a GPU its batches have CuPy arrays for NumPy's, and tensors for tensors. Several threads may
         take batches from it: each batch is given once, an error is raised in the thread that asked for the batch, and
-        the iterator ends for all other threads. The reading thread ends with the iterable, with `close()`, with a
-        `with` block or with the iterator's last reference, in each case after the iterable's `next` that it is in has
-        returned.
+        the iterator ends for all other threads. The reading thread ends when the iterable ends, at `close()`, at the
+        end of a `with` block, or when the iterator is garbage-collected. It first completes a running `next`.
 
     Raises:
         ArgumentError: a depth outside its range, or a device that does not exist.
