@@ -132,6 +132,9 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True) -> Tensor:
         p: in [0, 1), rounded to a multiple of 2^-16.
         training: if False, y is x.
 
+    Returns:
+        y, of x's shape and type.
+
     Raises:
         OperandError, ArgumentError, SecondDerivativeError: as `linear`.
     """

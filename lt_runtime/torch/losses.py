@@ -289,7 +289,9 @@ def cross_entropy(
 
     Raises:
         OperandError: shapes, types or devices that do not fit; `target` has probabilities.
-        ArgumentError: an option is out of its range; or, on the CPU, a target or a weight is out of its range.
+        ArgumentError: an argument is no tensor; an option is out of its range; `weight` requires a gradient; or, on
+            the CPU, a target or a weight is out of its range.
+        SecondDerivativeError: as `linear_cross_entropy`.
     """
     check_tensors(input=input, target=target)
     options, logits = _options(ignore_index, reduction, label_smoothing), input
@@ -350,7 +352,7 @@ def linear_cross_entropy(
 
     Raises:
         OperandError: shapes, types or devices that do not fit.
-        ArgumentError: an option is out of its range; or, on the CPU, a label is out of its range.
+        ArgumentError: an argument is no tensor; an option is out of its range; or, on the CPU, a label is.
         SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func`.
     """
     check_tensors(x=x, weight=weight, labels=labels, bias=bias)

@@ -137,7 +137,9 @@ def prefetch(iterable: Iterable[Any], depth: int = 2, device: object = "auto", s
         end of a `with` block, or when the iterator is garbage-collected. It first completes a running `next`.
 
     Raises:
+        KindError: `iterable` is no iterable, or `stream` no stream.
         ArgumentError: a depth outside its range, or a device that does not exist.
+        DeviceError: `stream` is one of another device.
         Whatever the iterable raises, in place of the batch; OperandError for a batch with something other than arrays.
         No batch follows either error.
     """

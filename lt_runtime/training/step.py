@@ -205,6 +205,8 @@ class TrainStep(Fixed):
             OperandError: an array has another type or device than the model; an array of a parameter has been
                 replaced; or, where `lt.AdamW` checks it, data are not the rounding of their master copy.
             CaptureError: the stream is being captured, and `graph` is set.
+            ArgumentError: `row_weights` for a loss of your own.
+            GroupError: the processes of a group give batches of different shapes or types.
             GpuError: GPU memory is exhausted, or the driver, compiler or cuBLASLt failed. The model's values and the
                 optimizer are unchanged; without a graph, the averages may lack an update.
         """
@@ -260,6 +262,12 @@ class TrainStep(Fixed):
         Args:
             stream: the stream of the steps, which this waits for. If None, it is the current stream of the library
                 that the batches come from, as for the steps.
+
+        Raises:
+            KindError: `stream` is no stream.
+            DeviceError: `stream` is one of another device.
+            GpuError: work on the stream has failed.
+            GroupError: a process of the group has failed or left.
         """
         try:
             totals = self._tally.read(stream) if self._gpu is None else self._gpu.totals(stream)
@@ -273,7 +281,10 @@ class TrainStep(Fixed):
         return Metrics(totals.steps, loss, accuracy if self._body.loss.classifies else None)
 
     def evaluate(self, batches: Iterable[tuple[Any, Any]], *, stream: Any = None) -> Metrics:
-        """Means over batches by this step's loss and group, without dropout and without an update: as `lt.evaluate`."""
+        """Means over batches by this step's loss and group, without dropout and without an update.
+
+        Arguments, result and errors are those of `lt.evaluate`.
+        """
         return _evaluated(self.model, batches, self._body.loss, stream, self.group)
 
 
