@@ -47,7 +47,7 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
     add("list", "the files, and which of them fit this machine")
     show = add("show", "what was decided for problems, and what was rejected")
     show.add_argument("pattern", metavar="KEY-OR-PATTERN", help="such as 8192x3072x768, or '*bfloat16 gelu*'")
-    add("verify", "check every file; exits with 1 if one is damaged")
+    add("verify", "check every file; exits with 1 if one is damaged, or if other users could have written it")
     merge = add("merge", "add the plans of files from equal machines")
     merge.add_argument("files", nargs="+", type=Path, metavar="FILE")
     export = add("export", "write this machine's plans to a file")

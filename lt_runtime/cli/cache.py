@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -169,7 +170,7 @@ def _verify(_: argparse.Namespace) -> _Result:
         files.append({"name": file.path.name, "ok": not faults or file.is_of_another_version, "faults": faults})
         lines += [f"{file.path.name}:{'' if faults else ' sound'}", *(f"  {fault}" for fault in faults)]
     ok = all(file["ok"] for file in files)
-    damaged = Text.assemble(("Damaged:", "red"), " see above; it will not be used.")
+    damaged = Text.assemble(("Damaged or not trusted:", "red"), " see above; it will not be used.")
     return {"ok": ok, "files": files}, [*lines, Text("Nothing is damaged.", "green") if ok else damaged]
 
 
@@ -210,12 +211,14 @@ def _export(arguments: argparse.Namespace) -> _Result:
         found = "GPUs of several kinds" if ours else "no usable GPU"
         raise ArgumentError(f"{found} here: name a file of the cache with --file, see `cache list`")
     path = plans_directory() / (name or ours[0].file_name)
+    if name and Path(name).name != name:
+        raise ArgumentError(f"--file is {name}; it must be the name of a file in {plans_directory()}")
     if name and not path.is_file():
         raise ArgumentError(f"--file is {name}, but {path} does not exist; see `cache list`")
     if not path.is_file():
         raise ArgumentError(f"nothing has been measured on this machine yet: {path} does not exist")
     document = _read(path, is_own=True)
-    if target.exists():
+    if os.path.lexists(target):
         raise ArgumentError(f"{target} exists already")
     try:
         replace_file(target, document.render())
@@ -248,8 +251,9 @@ def _useless() -> Iterator[tuple[Path, str]]:
     """Yields the cache's files that this installation will never read again, each with the reason."""
     yield from ((path, "set aside") for path in _paths(*_SET_ASIDE))
     for path in _paths(f"*.json.*{TEMPORARY}"):
-        if time.time() - path.stat().st_mtime > _ABANDONED_SECONDS:
-            yield path, "never finished"
+        with contextlib.suppress(FileNotFoundError):  # the file's writer has renamed it meanwhile
+            if time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS:
+                yield path, "never finished"
     installed: int | None = None
     with contextlib.suppress(LtError):
         installed = cublaslt.get_version()

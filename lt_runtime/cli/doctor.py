@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Final
 from lt_runtime import __version__, environment, paths
 from lt_runtime.cli.output import show
 from lt_runtime.errors import LtError
+from lt_runtime.files import require_private_directory
 
 if TYPE_CHECKING:
     from lt_runtime.gpu.devices import DeviceInfo
@@ -232,6 +233,9 @@ def cache_directory() -> CacheDirectory:
         existing = next(place for place in (path, *path.absolute().parents) if os.path.lexists(place))
         usable = existing.is_dir() and os.access(existing, os.R_OK | os.W_OK | os.X_OK)
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        for each in path.iterdir() if path.is_dir() else ():
+            if each.is_dir():
+                require_private_directory(each)
         return CacheDirectory(str(path), usable, size)
     except (ImportError, OSError) as error:
         problem = getattr(error, "strerror", None) or str(error)
@@ -283,7 +287,8 @@ def diagnose(machine: Machine) -> Iterator[Finding]:
     cache = machine.cache
     if cache.path is not None and not cache.writable:
         kept = "keeping compiled kernels and plans from one run to the next"
-        what = f"{cache.path} cannot be used" if cache.problem is None else f"{cache.path}: {cache.problem}"
+        problem = cache.problem or f"{cache.path} cannot be used"
+        what = problem if cache.path in problem else f"{cache.path}: {problem}"
         yield Finding(what, kept, "export LT_RUNTIME_CACHE_DIR=DIRECTORY", needed=False)
 
 

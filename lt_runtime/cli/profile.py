@@ -7,6 +7,7 @@ does not end the command.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import runpy
 import shlex
@@ -63,9 +64,12 @@ def _profile(arguments: argparse.Namespace) -> int:
     if arguments.print_nsys or arguments.print_ncu:
         _print_commands(arguments)
         return 0
+    named = {arguments.script.resolve(): "SCRIPT"}
     for name in ("json", "trace", "plot"):  # a path that cannot be written is refused before the script runs
         if (path := getattr(arguments, name)) is not None:
             setattr(arguments, name, writable(f"--{name}", path))
+            if (other := named.setdefault(path.resolve(), f"--{name}")) != f"--{name}":
+                raise ArgumentError(f"--{name} is {path}, which is the file of {other} too")
     if arguments.plot is not None:
         check_format(arguments.plot)
     if arguments.csv is not None:
@@ -78,7 +82,7 @@ def _profile(arguments: argparse.Namespace) -> int:
         file = Path(directory) / "report.json"
         names = str(file), str(arguments.trace or ""), str(arguments.script)
         command = [sys.executable, "-m", "lt_runtime.cli.profile", json.dumps(options), *names, *arguments.arguments]
-        status = subprocess.run(command, check=False).returncode
+        status = _status_of(command)
         if not file.exists():
             died = f"by signal {-status} ({signal.strsignal(-status)})" if status < 0 else ""
             ended = died or f"at once, with status {status}"
@@ -90,6 +94,14 @@ def _profile(arguments: argparse.Namespace) -> int:
         if (path := getattr(arguments, name)) is not None:
             write(report, path)
     return status or int(not report.layers and not report.kernels)
+
+
+def _status_of(command: list[str]) -> int:
+    """Runs a process, and returns its exit status. Ctrl-C reaches the process too, which then writes its report."""
+    with subprocess.Popen(command) as child:
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                return child.wait()
 
 
 def _run_profiled(options: str, report: str, trace: str, script: str, *arguments: str) -> int:
@@ -105,7 +117,8 @@ def _run_profiled(options: str, report: str, trace: str, script: str, *arguments
 def _run_script(script: str, arguments: list[str]) -> tuple[dict[str, Any], int]:
     """Runs a script; returns its globals and the exit status of `python SCRIPT`. Prints tracebacks like Python."""
     sys.argv = [script, *arguments]
-    sys.path[0] = str(Path(script).resolve().parent)
+    if not sys.flags.safe_path:
+        sys.path[0] = str(Path(script).resolve().parent)
     try:
         return runpy.run_path(script, run_name="__main__"), 0
     except SystemExit as error:
@@ -126,7 +139,8 @@ def _run_script(script: str, arguments: list[str]) -> tuple[dict[str, Any], int]
 def _print_commands(arguments: argparse.Namespace) -> None:
     """Prints command lines of Nsight, which records the steps between the profile's `cuProfilerStart` and `Stop`."""
     first, end = arguments.steps or (_TIMED, _TIMED + _TRACED)
-    script = [sys.executable, "-m", "lt_runtime", "profile", "--steps", f"{first}:{end}", str(arguments.script)]
+    options = ["--steps", f"{first}:{end}", *(["--device", arguments.device] if arguments.device != "auto" else [])]
+    script = [sys.executable, "-m", "lt_runtime", "profile", *options, str(arguments.script)]
     script += arguments.arguments
     if arguments.print_nsys:
         options = ["-t", "cuda,nvtx,cublas", "--capture-range=cudaProfilerApi", "--capture-range-end=stop"]

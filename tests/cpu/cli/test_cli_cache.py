@@ -290,9 +290,13 @@ def test_what_export_refuses(tmp_path: Path, here: HasGpus, plans: Path, refused
     here(H200, H100)
     assert "GPUs of several kinds here" in refused("export", target)
     assert "--file is x.json, but" in refused("export", target, "--file", "x.json")
+    assert "it must be the name of a file in" in refused("export", target, "--file", "../x.json")
     path = fill(plans)
     message = refused("export", inside, "--file", path.name)
     assert f"{inside} cannot be written (No such file or directory)" in message
+    new.symlink_to("nowhere")
+    assert f"{new} exists already" in refused("export", new, "--file", path.name)
+    new.unlink()
     target.write_text("precious")
     assert f"{target} exists already" in refused("export", target, "--file", path.name)
     assert target.read_text() == "precious"
@@ -303,6 +307,8 @@ def test_what_export_refuses(tmp_path: Path, here: HasGpus, plans: Path, refused
 
 def test_prune_removes_what_is_useless_and_only_when_told(plans: Path, shown: Any, as_json: Any) -> None:
     kept = {fill(plans).name, fill(plans, OTHER_DRIVER).name, "broken.json", f"{H200.file_name}.1234.tmp"}
+    kept.add(f"{H200.file_name}.link.tmp")
+    (plans / f"{H200.file_name}.link.tmp").symlink_to("nowhere")
     (plans / "broken.json").write_text("{")
     (plans / f"{H200.file_name}.1234.tmp").touch()
     useless = {

@@ -79,6 +79,31 @@ def test_a_script_that_ends_early_is_reported_and_keeps_its_status(script: Path)
         assert done.stderr == f"lt_runtime profile: the script was ended {ended}, and left no report\n"
 
 
+def test_an_interrupted_script_is_reported(tmp_path: Path) -> None:
+    """Ctrl-C reaches both processes; a script without a folder of its own in `sys.path` finds its modules, too."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "module.py").touch()
+    script = tmp_path / "script.py"
+    script.write_text("""
+import os, signal, sys, time
+import lt_runtime as lt
+import module
+
+for number in range(50):
+    with lt.range("step"):
+        pass
+os.killpg(0, signal.SIGINT)
+time.sleep(10)
+""")
+    command = [sys.executable, "-m", "lt_runtime", "profile", "--device", "cpu", "--json", "r.json", str(script)]
+    path = os.pathsep.join([str(tmp_path / "elsewhere"), str(ROOT)])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    options: dict[str, Any] = {"start_new_session": True, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, **options)
+    assert (done.returncode, "Layers: " in done.stdout) == (130, True), done.stderr
+    assert json.loads((tmp_path / "r.json").read_text())
+
+
 def test_commands_for_nsight(script: Path, cli: Cli) -> None:
     options = ["--print-nsys", "--print-ncu", "--range", "forward/layer0", "--steps", "10:20"]
     nsys, stats, ncu, note = cli("profile", *options, script, "--epochs", "3").out.splitlines()
@@ -88,6 +113,7 @@ def test_commands_for_nsight(script: Path, cli: Cli) -> None:
     assert nsys.startswith(f"nsys profile -t cuda,nvtx,cublas {recorded} -o")
     assert "--report cuda_gpu_kern_sum,nvtx_gpu_proj_sum" in stats
     assert ncu.startswith("ncu --set full")
+    assert "--steps 10:20 --device cuda:1 " in cli("profile", "--print-nsys", "--device", "cuda:1", script).out
     # An unescaped slash in a name would begin the name of an inner range.
     assert r"'lt_runtime@forward\/layer0/'" in ncu
     assert "graph=False" in note
@@ -127,6 +153,14 @@ def test_refused_arguments(arguments: list[str], message: str, cli: Cli) -> None
     status, _, error = cli(*arguments)
     assert status == (2 if message == "--steps" else 1)
     assert message in error
+
+
+def test_outputs_have_files_of_their_own(script: Path, cli: Cli) -> None:
+    report = script.parent / "r.json"
+    for options, other in ((("--json", script), "SCRIPT"), (("--json", report, "--trace", report), "--json")):
+        status, _, error = cli("profile", *options, script)
+        assert (status, f"{options[-1]}, which is the file of {other} too" in error) == (1, True), error
+    assert script.read_text() == SCRIPT
 
 
 def kernel(name: str, us: float, *, std: float = 0.0, layer: str = "fc", share: float = 0.1) -> Kernel:

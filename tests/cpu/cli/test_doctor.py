@@ -210,6 +210,11 @@ def test_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(cache / unusable))
         (finding,) = diagnose(cache=doctor.cache_directory())
         assert str(cache / unusable) in finding.what
+    (cache / "plans").mkdir()
+    cache.chmod(0o777)
+    monkeypatch.setenv("LT_RUNTIME_CACHE_DIR", str(cache))
+    (finding,) = diagnose(cache=doctor.cache_directory())
+    assert finding.what.startswith(f"{cache} can be written by other users and is not used: `chmod go-w {cache}`")
     monkeypatch.delenv("LT_RUNTIME_CACHE_DIR")
     monkeypatch.setitem(sys.modules, "platformdirs", None)
     unknown = doctor.cache_directory()
