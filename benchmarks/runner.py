@@ -115,8 +115,8 @@ def _wanted(suite: Suite, kept: Rows, digest: str, options: argparse.Namespace) 
 def _is_done(row: Json, digest: str, options: argparse.Namespace) -> bool:
     """Whether a row need not be measured again.
 
-    It is of the present code, was measured with no option that leaves out contenders wanted now, and has tried every
-    peer that the options ask for, or is of a case without peers.
+    The row is then of the present code, no option that is absent now left out contenders, and every peer that the
+    present options ask for was tried, unless the case has no peers.
     """
     tried = [name for name in (*row["us"], *row.get("left_out", ())) if is_peer(name)]
     asked = [part for option, part in _ASKED.items() if getattr(options, option)]

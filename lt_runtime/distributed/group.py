@@ -210,7 +210,7 @@ class Group(Fixed):
 
 
 def _difference(theirs: Any, ours: Any) -> tuple[str, str]:
-    """Two values that differ, as an error shows them: of mappings the first entry that differs, of texts the ends."""
+    """Two values that differ, as an error shows them: the first differing entry of mappings, and the end of texts."""
     if isinstance(theirs, str) and isinstance(ours, str):
         pairs_of_characters = enumerate(zip(theirs, ours, strict=False))
         first = next((i for i, (one, other) in pairs_of_characters if one != other), min(len(theirs), len(ours)))

@@ -352,7 +352,7 @@ def linear_cross_entropy(
 
     Raises:
         OperandError: shapes, types or devices that do not fit.
-        ArgumentError: an argument is no tensor; an option is out of its range; or, on the CPU, a label is.
+        ArgumentError: an argument is no tensor; or an option, or on the CPU a label, is out of its range.
         SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func`.
     """
     check_tensors(x=x, weight=weight, labels=labels, bias=bias)

@@ -380,7 +380,7 @@ class StepBody:
         return suited_layers(self.optimizer, linear)
 
     def split_update(self, stream: int) -> None:
-        """Lets most parameters be updated during the last sum of gradients, unless a norm or a skip needs all sums."""
+        """Lets most parameters be updated during the last sum of gradients, unless clipping or skipping needs all."""
         if self._in_parts is not None or self._buckets is None or self.optimizer.options.judges_gradients:
             return
         if self._buckets.early:

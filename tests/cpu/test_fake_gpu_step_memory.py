@@ -141,7 +141,7 @@ def test_the_peak_of_gated_blocks(gpu: FakeGpu, recompute: bool) -> None:
     x, target = _ones(gpu, _WIDTH), _ones(gpu, _WIDTH)
     # The first block keeps no copy of x, which is the batch's array.
     kept = 3 * (_WIDTH + 2 * _HIDDEN + (0 if recompute else _HIDDEN)) + 2 * _WIDTH
-    # The outputs and the gradient of the gated product. Without that product in memory, the peak comes later: the
+    # These are the outputs and the gradient of the gated product. Without that product the peak comes later: the
     # gradients of the normalised input and of the last block's input exist as well, which is computed while the weight
     # gradient may still read the normalised input.
     others = _WIDTH + _HIDDEN + 2 * _WIDTH * recompute
