@@ -92,6 +92,7 @@ def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer, *, group:
         GroupError: in the other processes, if process 0 could not write the file.
         ArgumentError: the optimizer has other parameters, or a block of the model is not of the package: `lt.save`
             takes such models.
+        OperandError: an array of a parameter has been replaced since the optimizer was made.
         CheckpointError: a value is out of the range that training can reach, see `load_checkpoint`.
         FileError: the file cannot be written, for example because the disk is full; it is an OSError too. An older file
             stays unchanged, unless it had been replaced and only the flush of the directory failed.
@@ -103,10 +104,15 @@ def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer, *, group:
 
 @contextlib.contextmanager
 def whole_states(owners: Iterable[object]) -> Iterator[None]:
-    """Within a `with` block, the optimizers among some objects have their whole state, see `Optimizer.whole_state`."""
+    """Within a `with` block, the optimizers among some objects have their whole state, see `Optimizer.whole_state`.
+
+    Raises:
+        OperandError: an array of a parameter has been replaced since an optimizer was made.
+    """
     with contextlib.ExitStack() as stack:
         for each in owners:
             if isinstance(each, Optimizer):
+                each.check_arrays()
                 stack.enter_context(each.whole_state())
         yield
 
@@ -177,6 +183,7 @@ def load_checkpoint(
         CheckpointError: the file is damaged, it was not written by `save_checkpoint`, its model or optimizer has other
             options, all of which the message lists, or a value is out of its range. Nothing has been changed.
         ArgumentError: the optimizer has other parameters than the model, or `changed` has another name.
+        OperandError: an array of a parameter has been replaced since the optimizer was made.
         FileError: the file cannot be read; it is an OSError too. If there is no file, it is a MissingFileError, which
             is a FileNotFoundError too.
     """

@@ -72,6 +72,8 @@ def save(path: AnyPath, *, group: Group | None = None, **owners: Any) -> None:
         ArgumentError: there are no owners; "settings" or "changed" is a keyword; two parameters of an optimizer have
             one name; or JSON cannot hold a value.
         KindError: an owner of another kind.
+        OperandError: an array of a parameter has been replaced since its optimizer was made, or has a type that no
+            parameter may have.
         CheckpointError: a value is out of the range that training can reach, see `load_checkpoint`.
         FileError: the file cannot be written, as for `save_checkpoint`.
     """
@@ -133,6 +135,7 @@ def load(
             only in the file or only here; or a value is out of its range. Nothing has been changed.
         ArgumentError: as for `save`; or `settings` or `changed` has another name.
         KindError: an owner of another kind.
+        OperandError: an array of a parameter has been replaced since its optimizer was made.
         FileError: the file cannot be read, as for `load_checkpoint`.
     """
     check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
