@@ -109,11 +109,12 @@ def whole_states(owners: Iterable[object]) -> Iterator[None]:
     Raises:
         OperandError: an array of a parameter has been replaced since an optimizer was made.
     """
+    optimizers = [each for each in owners if isinstance(each, Optimizer)]
+    for each in optimizers:
+        each.check_arrays()  # all before the first whole state, which replaces master copies meanwhile
     with contextlib.ExitStack() as stack:
-        for each in owners:
-            if isinstance(each, Optimizer):
-                each.check_arrays()
-                stack.enter_context(each.whole_state())
+        for each in optimizers:
+            stack.enter_context(each.whole_state())
         yield
 
 
