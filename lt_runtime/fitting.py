@@ -70,8 +70,8 @@ def fit(
     so that the first epoch then counts as the best. Without `valid`, every epoch counts as the best.
 
     The optimizer's state and an EMA stay those of the last step. Ctrl-C ends training early: the call returns as usual,
-    with the epochs that were completed. A step on the host is finished before; a second Ctrl-C interrupts it too. In a
-    group of several processes Ctrl-C ends all of them.
+    with the epochs that were completed. On the host the running step ends first; a second Ctrl-C interrupts this step
+    too. In a group of several processes Ctrl-C ends all of them.
 
     Args:
         step: the training step; its sums for `metrics` start anew.

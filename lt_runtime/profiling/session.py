@@ -278,7 +278,8 @@ def profile(
         device: the GPU to profile, or "cpu"; see `lt.MLP`. "auto" is the current GPU, or the host if there is none.
 
     Raises:
-        ArgumentError: a number is below 0; or another profile is running when the block is entered.
+        ArgumentError: a number is below 0; or, when a block is entered, another profile is running, or this profile has
+            measured a block before.
     """
     for name, value in (("steps", steps), ("skip", skip), ("timed", timed), ("traced", traced)):
         if integer(name, value) < 0:
