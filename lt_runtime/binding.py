@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from lt_runtime.arguments import shown
-from lt_runtime.errors import KindError
+from lt_runtime.errors import ArgumentError, KindError
+from lt_runtime.ops._linear import LinearContext
 from lt_runtime.ops.add import add
 from lt_runtime.ops.call import Binding
 from lt_runtime.ops.dropout import dropout
@@ -40,7 +41,8 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
     Args:
         operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd`, `lt.matmul`, `lt.add`, `lt.dropout`, `lt.gated_fwd`,
             `lt.gated_bwd`, one of the losses, or `lt.layer_norm_fwd`, `lt.rms_norm_fwd` and their backward.
-        arguments, options: the operation's, with a buffer for every result, and for a pre-activation that is kept.
+        arguments, options: the operation's, with a buffer for every result, and for a pre-activation that is kept. They
+            have no `precision`, nor a context of a layer in FP8.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. Each bound call runs
             on this stream.
@@ -50,7 +52,8 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
         a launch fails and, on NumPy arrays, ArgumentError for labels out of range, as `lt.cross_entropy` does.
 
     Raises:
-        ArgumentError: `operation` is not one of those above, or a result has no buffer.
+        KindError: `operation` is not one of those above.
+        ArgumentError: a result has no buffer, or the call is one of a layer in FP8.
         TypeError: the operation does not take one of the arguments.
         CaptureError: the stream is being captured.
         LtError: the operation does not accept the call, or failed.
@@ -58,5 +61,11 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
     if not any(operation is each for each in _OPERATIONS):
         accepted = ", ".join(f"lt.{each.__name__}" for each in _OPERATIONS)
         raise KindError(f"operation is {shown(operation)}; accepted are {accepted}")
+    if options.get("precision") is not None or any(
+        isinstance(each, LinearContext) and each.state is not None for each in (*arguments, *options.values())
+    ):
+        found = "a call with a precision, or with the context of a layer in FP8, cannot be bound"
+        instead = "drop precision, or capture the calls in a graph of your own or by lt.TrainStep"
+        raise ArgumentError(f"{found}: its casts to FP8 make new arrays each time; {instead}")
     bound: Callable[[], None] = operation(*arguments, stream=Binding(stream), **options)
     return bound

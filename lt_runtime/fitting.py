@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -67,7 +70,8 @@ def fit(
     so that the first epoch then counts as the best. Without `valid`, every epoch counts as the best.
 
     The optimizer's state and an EMA stay those of the last step. Ctrl-C ends training early: the call returns as usual,
-    with the epochs that were completed. In a group of several processes Ctrl-C ends all of them.
+    with the epochs that were completed. On the host the running step ends first; a second Ctrl-C interrupts this step
+    too. In a group of several processes Ctrl-C ends all of them.
 
     Args:
         step: the training step; its sums for `metrics` start anew.
@@ -108,39 +112,85 @@ def fit(
     from lt_runtime.tuner.report import progress_bar  # imported here, because only the progress bar needs the tuner
 
     history, best, waited = list[Epoch](), list[Any](), 0
-    lowest, device, size = math.inf, step.model.device, len(batches) if isinstance(batches, Sized) else None
+    # `len` would raise for a PyTorch DataLoader of an IterableDataset
+    lowest, device, size = math.inf, step.model.device, operator.length_hint(batches)
     step.metrics()
     # With several processes Ctrl-C is not caught: they would stop at different steps, and wait for each other.
     stops = () if step.group is not None and step.group.size > 1 else (KeyboardInterrupt,)
-    with progress_bar(shown=flag("progress", progress)) as tell, contextlib.suppress(*stops):
-        if valid is not None and not isinstance(valid, Iterator) and step.optimizer.steps.item():
-            at_start = step.evaluate(_placed("valid", valid, 1, device))
-            if at_start.loss < lowest:  # not if it is NaN
-                best, lowest = _copies(step.model), at_start.loss
-        for epoch in range(1, epochs + 1):
-            start, text = time.monotonic(), f"loss {history[-1].loss:.4g}" if history else ""
-            for i, batch in enumerate(_placed("batches", batches, epoch, device), 1):
-                step(*batch)
-                if tell is not None:
-                    done = (epoch - 1) * size + i if size else epoch - 1
-                    tell(done, epochs * (size or 1), f"epoch {epoch} {text}")
-            trained = step.metrics()
-            tested = None if valid is None else step.evaluate(_placed("valid", valid, epoch, device))
-            loss, accuracy = (None, None) if tested is None else (tested.loss, tested.accuracy)
-            history.append(Epoch(epoch, trained.loss, trained.accuracy, loss, accuracy, time.monotonic() - start))
-            if tested is not None and not tested.loss < lowest:
-                waited += 1
-                if patience is not None and waited >= patience:
-                    break
-                continue
-            if tested is not None:
-                best, lowest, waited = _copies(step.model), tested.loss, 0
-            if checkpoint is not None:
-                _write(checkpoint, step)
-    if best:
-        for parameter, values in zip(step.model.parameters(), best, strict=True):
-            parameter.assign(values)
+    with _whole_calls() if stops and device.ordinal is None else contextlib.nullcontext(_call) as whole:
+        with progress_bar(shown=flag("progress", progress)) as tell, contextlib.suppress(*stops):
+            if valid is not None and not isinstance(valid, Iterator) and step.optimizer.steps.item():
+                at_start = step.evaluate(_placed("valid", valid, 1, device))
+                if at_start.loss < lowest:  # not if it is NaN
+                    best, lowest = _copies(step.model), at_start.loss
+            for epoch in range(1, epochs + 1):
+                start, text = time.monotonic(), f"loss {history[-1].loss:.4g}" if history else ""
+                for i, batch in enumerate(_placed("batches", batches, epoch, device), 1):
+                    whole(step, *batch)
+                    if tell is not None:
+                        done = (epoch - 1) * size + i if size else epoch - 1
+                        tell(done, epochs * (size or 1), f"epoch {epoch} {text}")
+                trained = step.metrics()
+                tested = None if valid is None else step.evaluate(_placed("valid", valid, epoch, device))
+                loss, accuracy = (None, None) if tested is None else (tested.loss, tested.accuracy)
+                history.append(Epoch(epoch, trained.loss, trained.accuracy, loss, accuracy, time.monotonic() - start))
+                if tested is not None and not tested.loss < lowest:
+                    waited += 1
+                    if patience is not None and waited >= patience:
+                        break
+                    continue
+                if tested is not None:
+                    best, lowest, waited = _copies(step.model), tested.loss, 0
+                if checkpoint is not None:
+                    _write(checkpoint, step)
+        if best:
+            whole(_assign, step.model, best)
     return history
+
+
+def _call(function: Callable[..., object], *arguments: Any) -> None:
+    function(*arguments)
+
+
+@contextlib.contextmanager
+def _whole_calls() -> Iterator[Callable[..., None]]:
+    """Yields a function that calls another one, and meanwhile holds back Ctrl-C, which takes effect after the call.
+
+    A second Ctrl-C during the call takes effect at once. Only the main thread can hold back Ctrl-C. Nothing is held
+    back if the handler of Ctrl-C is no Python function.
+    """
+    usual, running, held = signal.getsignal(signal.SIGINT), False, False
+    if not callable(usual) or threading.current_thread() is not threading.main_thread():
+        yield _call
+        return
+
+    def hold(number: int, frame: Any) -> None:
+        nonlocal held
+        if running and not held:
+            held = True
+        else:
+            usual(number, frame)
+
+    def whole(function: Callable[..., object], *arguments: Any) -> None:
+        nonlocal running, held
+        running, held = True, False
+        try:
+            function(*arguments)
+        finally:
+            running = False
+        if held:
+            usual(signal.SIGINT, None)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield whole
+    finally:
+        signal.signal(signal.SIGINT, usual)
+
+
+def _assign(model: Block, best: list[Any]) -> None:
+    for parameter, values in zip(model.parameters(), best, strict=True):
+        parameter.assign(values)
 
 
 def _write(path: AnyPath, step: TrainStep) -> None:

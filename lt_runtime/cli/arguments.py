@@ -149,8 +149,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _steps(text: str) -> tuple[int, int]:
-    first, colon, end = text.partition(":")
-    steps = _integer(first), _integer(end if colon else "")
+    first, _, end = text.partition(":")
+    steps = (_integer(first), _integer(end)) if first and end else (0, 0)
     if not 0 <= steps[0] < steps[1]:
         raise argparse.ArgumentTypeError(f"{_shown(text)} are no steps; accepted are two numbers, such as 10:20")
     return steps

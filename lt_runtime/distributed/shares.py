@@ -60,7 +60,7 @@ def share(
 def _parts(batches: Any, group: Group, rows: int, drop_uneven: bool) -> Iterator[tuple[Any, ...]]:
     first, whole = group.rank * rows, group.size * rows
     for i, (x, target) in enumerate(batches_of("batches", batches, (2,), "pair (x, target)", _ACCEPTED)):
-        inputs = x if isinstance(x, tuple) else (x,)
+        inputs = x if isinstance(x, tuple) and x else (x,)
         counts = [_rows_of(f"number {i} of batches", each) for each in (*inputs, target)]
         if len({*counts}) > 1 or not 0 < counts[0] <= whole:
             found = f"number {i} of batches has arrays of {' and '.join(map(str, dict.fromkeys(counts)))} rows"
@@ -73,7 +73,7 @@ def _parts(batches: Any, group: Group, rows: int, drop_uneven: bool) -> Iterator
             own = np.arange(first, first + rows) % counts[0]
         parts = tuple(each[own] for each in inputs)
         batch = parts if isinstance(x, tuple) else parts[0], target[own]
-        yield batch if counts[0] == whole else (*batch, _weights(inputs, first, rows, counts[0], whole))
+        yield batch if counts[0] == whole else (*batch, _weights(inputs, target, first, rows, counts[0], whole))
 
 
 def _rows_of(name: str, array: Any) -> int:
@@ -83,9 +83,14 @@ def _rows_of(name: str, array: Any) -> int:
     return int(shape[0])
 
 
-def _weights(inputs: tuple[Any, ...], first: int, rows: int, count: int, whole: int) -> Any:
-    """The weights of a process's rows in a batch of `count` rows that is filled up to `whole` rows."""
-    shape = inputs[0].shape[1:-1] if len(inputs) == 1 else ()
+def _weights(inputs: tuple[Any, ...], target: Any, first: int, rows: int, count: int, whole: int) -> Any:
+    """The weights of a process's rows in a batch of `count` rows that is filled up to `whole` rows.
+
+    A single input's axes between the first and the last are rows too if the target has them. A model that pools over
+    them has one weight for each element of the first axis.
+    """
+    axes = inputs[0].shape[:-1] if len(inputs) == 1 else ()
+    shape = axes[1:] if target.shape[: len(axes)] == axes else ()
     weights = np.zeros((rows, *shape), np.float32)
     weights[: max(count - first, 0)] = whole / count
     on_host = isinstance(inputs[0], np.ndarray) or str(getattr(inputs[0], "device", "")) == "cpu"  # a PyTorch tensor

@@ -56,16 +56,21 @@ class Profile:
         self._timer = Timer(None)  # a timer for the host alone, which is replaced when timing begins
         self._collector: Any = None
         self._notes: list[str] = []
-        self._undo = contextlib.ExitStack()
+        self._undo, self._has_begun = contextlib.ExitStack(), False
 
     def __enter__(self) -> Self:
+        if self._has_begun:
+            raise ArgumentError("this profile has measured a block already; make another one by lt.profile()")
         if not _running.acquire(blocking=False):
             raise ArgumentError("a profile is running already; profiles do not nest, and there is one for all threads")
-        self._undo.callback(_running.release)
-        if self._device is not None and self._device == devices.current_device():
-            devices.make_context_current()  # events need a CUDA context, and perhaps no library has made one yet
-        self._undo.enter_context(ranges.listening(self))
-        next(self._steps, None)
+        with contextlib.ExitStack() as undo:
+            undo.callback(_running.release)
+            if self._device is not None and self._device == devices.current_device():
+                devices.make_context_current()  # events need a CUDA context, and perhaps no library has made one yet
+            undo.enter_context(ranges.listening(self))
+            self._has_begun = True
+            next(self._steps, None)
+            self._undo = undo.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,8 +82,13 @@ class Profile:
         """Marks the end of a step, for code whose steps are not calls of an `lt.TrainStep`.
 
         Raises:
-            ArgumentError: calls of an `lt.TrainStep` in the block have been counted as steps.
+            ArgumentError: calls of an `lt.TrainStep` in the block have been counted as steps; or there is no block
+                yet.
         """
+        if not self._has_begun:
+            raise ArgumentError(
+                "prof.step() is for the block of a profile: write `with lt.profile() as prof:` around it"
+            )
         if self._is_marked is False:
             raise ArgumentError("prof.step() is for code without lt.TrainStep, whose calls count as steps already")
         self._is_marked = True
@@ -268,7 +278,8 @@ def profile(
         device: the GPU to profile, or "cpu"; see `lt.MLP`. "auto" is the current GPU, or the host if there is none.
 
     Raises:
-        ArgumentError: a number is below 0; or another profile is running when the block is entered.
+        ArgumentError: a number is below 0; or, when a block is entered, another profile is running, or this profile has
+            measured a block before.
     """
     for name, value in (("steps", steps), ("skip", skip), ("timed", timed), ("traced", traced)):
         if integer(name, value) < 0:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Final, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_runtime.errors import CheckpointError, FileError, MissingFileError, printable
+from lt_runtime.errors import CheckpointError, DTypeError, FileError, MissingFileError, printable
 from lt_runtime.files import AnyPath, file_path, flush, opened, replacing
 
 _TEXT: Final = "lt_runtime"
@@ -48,9 +48,13 @@ def write(path: AnyPath, arrays: Arrays, text: str) -> None:
     """Replaces a file, or the target of a symbolic link, in one step. Returns when the new file is on the disk.
 
     Raises:
+        DTypeError: an array has another type.
         CheckpointError: there are too many arrays.
         FileError: the file cannot be written.
     """
+    for name, array in arrays.items():
+        if array.dtype.name not in _CODES:
+            raise DTypeError(f"{path} is not written: {name} is {array.dtype}; files take {', '.join(_CODES)}")
     # Arrays with larger elements come first, so that every array is aligned to its type.
     ordered = sorted(arrays.items(), key=lambda item: (-item[1].itemsize, item[0]))
     by_name = dict(sorted(arrays.items()))

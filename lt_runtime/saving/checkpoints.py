@@ -92,6 +92,7 @@ def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer, *, group:
         GroupError: in the other processes, if process 0 could not write the file.
         ArgumentError: the optimizer has other parameters, or a block of the model is not of the package: `lt.save`
             takes such models.
+        OperandError: an array of a parameter has been replaced since the optimizer was made.
         CheckpointError: a value is out of the range that training can reach, see `load_checkpoint`.
         FileError: the file cannot be written, for example because the disk is full; it is an OSError too. An older file
             stays unchanged, unless it had been replaced and only the flush of the directory failed.
@@ -103,11 +104,17 @@ def save_checkpoint(path: AnyPath, model: Block, optimizer: Optimizer, *, group:
 
 @contextlib.contextmanager
 def whole_states(owners: Iterable[object]) -> Iterator[None]:
-    """Within a `with` block, the optimizers among some objects have their whole state, see `Optimizer.whole_state`."""
+    """Within a `with` block, the optimizers among some objects have their whole state, see `Optimizer.whole_state`.
+
+    Raises:
+        OperandError: an array of a parameter has been replaced since an optimizer was made.
+    """
+    optimizers = [each for each in owners if isinstance(each, Optimizer)]
+    for each in optimizers:
+        each.check_arrays()  # all before the first whole state, which replaces master copies meanwhile
     with contextlib.ExitStack() as stack:
-        for each in owners:
-            if isinstance(each, Optimizer):
-                stack.enter_context(each.whole_state())
+        for each in optimizers:
+            stack.enter_context(each.whole_state())
         yield
 
 
@@ -177,6 +184,7 @@ def load_checkpoint(
         CheckpointError: the file is damaged, it was not written by `save_checkpoint`, its model or optimizer has other
             options, all of which the message lists, or a value is out of its range. Nothing has been changed.
         ArgumentError: the optimizer has other parameters than the model, or `changed` has another name.
+        OperandError: an array of a parameter has been replaced since the optimizer was made.
         FileError: the file cannot be read; it is an OSError too. If there is no file, it is a MissingFileError, which
             is a FileNotFoundError too.
     """
@@ -349,27 +357,37 @@ def _check_kinds(path: object, model: object) -> None:
 
 def _arrays(model: Block, optimizer: Optimizer) -> dict[str, Any]:
     """Maps names in a checkpoint to all arrays that training changes."""
-    known = {id(parameter) for parameter in model.parameters()}
-    for parameter in optimizer.parameters:
-        if id(parameter) not in known:
-            raise ArgumentError(f"the optimizer has {parameter.name}, which is no parameter of the model")
-    arrays = {each.name: each.data for each in model.parameters()}
-    arrays |= {f"{each.name}{MASTER}": each.master for each in model.parameters()}
-    arrays |= {_STATE.get(name, name): array for name, array in state_arrays(optimizer).items()}
+    parameters, of_optimizer = named_parameters(model), state_arrays(optimizer, _trained(model, optimizer))
+    arrays = {name: each.data for name, each in parameters.items()}
+    arrays |= {f"{name}{MASTER}": each.master for name, each in parameters.items()}
+    arrays |= {_STATE.get(name, name): array for name, array in of_optimizer.items()}
     arrays[_GRAD_NORM] = optimizer.grad_norm
     return {name: array for name, array in arrays.items() if array is not None}
 
 
+def _trained(model: Block, optimizer: Optimizer) -> list[str]:
+    """The names of an optimizer's parameters within a model, also if the model is a part of a larger one.
+
+    Raises:
+        ArgumentError: the optimizer has a parameter that the model lacks.
+    """
+    names = {id(parameter): name for name, parameter in named_parameters(model).items()}
+    for parameter in optimizer.parameters:
+        if id(parameter) not in names:
+            raise ArgumentError(f"the optimizer has {parameter.name}, which is no parameter of the model")
+    return [names[id(parameter)] for parameter in optimizer.parameters]
+
+
 def _description(model: Block, optimizer: Optimizer) -> dict[str, Any]:
     """The options that must be equal in file and model for training to continue, converted to JSON's types."""
-    scaler = optimizer.scaler
+    scaler, trained = optimizer.scaler, zip(_trained(model, optimizer), optimizer.parameters, strict=True)
     described = {
         "format": _FORMAT,
         "model": _options_of(model),
         "optimizer": {
             **_rules(optimizer),
             **options_of_all_groups(optimizer),
-            "parameters": {each.name: [each.lr_scale, each.weight_decay] for each in optimizer.parameters},
+            "parameters": {name: [each.lr_scale, each.weight_decay] for name, each in trained},
         },
         "scaler": None if scaler is None else scaler.options,
     }
@@ -436,10 +454,12 @@ def check_values(complaint: str, arrays: Arrays, masters: Iterable[str], bounds:
 
 
 def _check_values(complaint: str, arrays: Arrays, model: Block, optimizer: Optimizer) -> None:
-    bounds = {_STATE.get(name, name): each for name, each in state_ranges(optimizer).items()}
+    ranges = state_ranges(optimizer, _trained(model, optimizer))
+    bounds = {_STATE.get(name, name): each for name, each in ranges.items()}
     if optimizer.grad_norm is not None:
         bounds[_GRAD_NORM] = 0.0, math.inf
-    check_values(complaint, arrays, [each.name for each in model.parameters() if each.master is not None], bounds)
+    masters = [name for name, each in named_parameters(model).items() if each.master is not None]
+    check_values(complaint, arrays, masters, bounds)
 
 
 def _check_options(path: AnyPath, theirs: Mapping[str, Any], ours: Mapping[str, Any], may_differ: Set[str]) -> None:

@@ -72,6 +72,8 @@ def save(path: AnyPath, *, group: Group | None = None, **owners: Any) -> None:
         ArgumentError: there are no owners; "settings" or "changed" is a keyword; two parameters of an optimizer have
             one name; or JSON cannot hold a value.
         KindError: an owner of another kind.
+        OperandError: an array of a parameter has been replaced since its optimizer was made, or has a type that no
+            parameter may have.
         CheckpointError: a value is out of the range that training can reach, see `load_checkpoint`.
         FileError: the file cannot be written, as for `save_checkpoint`.
     """
@@ -133,6 +135,7 @@ def load(
             only in the file or only here; or a value is out of its range. Nothing has been changed.
         ArgumentError: as for `save`; or `settings` or `changed` has another name.
         KindError: an owner of another kind.
+        OperandError: an array of a parameter has been replaced since its optimizer was made.
         FileError: the file cannot be read, as for `load_checkpoint`.
     """
     check_instance("path", path, (str, os.PathLike), "a string or a pathlib.Path")
@@ -156,7 +159,9 @@ def _load(path: AnyPath, kept: Set[str], taken: Set[str], owners: Mapping[str, A
         check_scales(path, file.kinds)
         scales = names_of_scales(sources)
         arrays = {key: source for key, source in sources.items() if key not in scales}
-        check_kinds(path, {key: file.kinds[source] for key, source in arrays.items()}, like)
+        found = {key: file.kinds[source] for key, source in arrays.items()}
+        _check_masters(path, found, like)
+        check_kinds(path, found, like)
         _check_shared(path, _firsts(arrays), firsts)
         content = file.load({*sources.values()})
     saved = {key: content[source] for key, source in sources.items()}
@@ -177,6 +182,16 @@ def _load(path: AnyPath, kept: Set[str], taken: Set[str], owners: Mapping[str, A
         for text in plans:
             take_choices(path, text, model)
     return values
+
+
+def _check_masters(path: AnyPath, found: Kinds, like: Kinds) -> None:
+    """Raises `CheckpointError` if a file has a master copy of an array that has none here, but is otherwise equal."""
+    for key in sorted(found.keys() - like.keys()):
+        owner = key.removesuffix(MASTER)
+        if owner in like and found.get(owner) == like[owner]:
+            why = f"{path} has {shortened(key)}, but {owner} has no master copy here"
+            divided = "if the processes of a group divide its state (shard_state=True), pass it to lt.load too"
+            raise CheckpointError(f"{why}: make the optimizer before loading, which makes master copies; {divided}")
 
 
 def _loading(path: AnyPath, owners: Mapping[str, Any], scales: Arrays) -> Loading:

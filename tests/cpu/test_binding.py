@@ -97,3 +97,14 @@ def test_what_is_refused_is_refused_when_it_is_bound() -> None:
         lt.bind(lt.linear, x, w)
     with pytest.raises(DTypeError, match="w is float64 but x is float32"):
         lt.bind(lt.linear, x, w.astype(np.float64), out=zeros(M, N))
+
+
+def test_layers_in_fp8_are_refused() -> None:
+    x, w, state = zeros(16, 32), zeros(16, 32), lt.FP8State()
+    _, ctx = lt.linear_fwd(x, w, precision=state)
+    for call in (
+        lambda: lt.bind(lt.linear_fwd, x, w, precision=state, out=zeros(16, 16)),
+        lambda: lt.bind(lt.linear_bwd, zeros(16, 16), ctx=ctx, out_dx=zeros(16, 32), out_dw=zeros(16, 32)),
+    ):
+        with pytest.raises(ArgumentError, match="a call with a precision, or with the context of a layer in FP8"):
+            call()

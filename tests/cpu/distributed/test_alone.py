@@ -139,6 +139,19 @@ def test_batches_that_cannot_be_shared_are_refused(rows, message):
         next(lt.share([batch], lt.group(), 4))
 
 
+def test_a_batch_without_inputs_is_refused():
+    with pytest.raises(lt.errors.OperandError, match=r"number 0 of batches has \(\); it must have arrays"):
+        next(lt.share([((), np.zeros(3, np.int32))], lt.group(), 4))
+
+
+def test_weights_have_the_axes_that_inputs_and_target_share():
+    for x, target, shape in (((5, 4), (), (4,)), ((5, 4), (5,), (4, 5)), ((5, 4), (2,), (4,)), ((4,), (3,), (4,))):
+        batch = np.zeros((3, *x), np.float32), np.zeros((3, *target), np.float32)
+        (_, _, weights), *_ = lt.share([batch], lt.group(), 4)
+        assert weights.shape == shape
+        assert weights.reshape(4, -1)[:, 0].tolist() == pytest.approx([4 / 3] * 3 + [0])
+
+
 class _Engine(groups.Alone):
     """An engine that notes which gradients it is asked to sum."""
 

@@ -10,7 +10,7 @@ import pytest
 
 import lt_runtime as lt
 from lt_runtime import ranges
-from lt_runtime.errors import ArgumentError, KindError
+from lt_runtime.errors import ArgumentError, GpuError, KindError
 from lt_runtime.profiling import Profile, timer
 
 ROWS, DIMS = 16, (12, 8, 4)
@@ -148,6 +148,29 @@ def test_marks_beside_training_steps_and_nested_profiles_are_refused() -> None:
     with lt.profile(device="cpu") as after, lt.range("work"):
         pass
     assert [layer.name for layer in after.layers()] == ["work"]
+
+
+def test_a_profile_measures_one_block() -> None:
+    prof = lt.profile(device="cpu")
+    with pytest.raises(ArgumentError, match=r"prof.step\(\) is for the block of a profile"):
+        prof.step()
+    with prof:
+        pass
+    with pytest.raises(ArgumentError, match="this profile has measured a block already"), prof:
+        pass
+
+
+def test_a_profile_that_cannot_begin_leaves_room_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: Any) -> None:
+        raise GpuError("no events")
+
+    monkeypatch.setattr(timer.Timer, "__enter__", fail)
+    with pytest.raises(GpuError), lt.profile(device="cpu"):
+        pass
+    monkeypatch.undo()
+    with lt.profile(device="cpu") as prof, lt.range("work"):
+        pass
+    assert [layer.name for layer in prof.layers()] == ["work"]
 
 
 def test_a_block_that_raises_is_reported_up_to_the_exception() -> None:

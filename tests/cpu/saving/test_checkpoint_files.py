@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import lt_runtime as lt
-from lt_runtime.errors import CheckpointError, FileError, LtError, MissingFileError
+from lt_runtime.errors import CheckpointError, DTypeError, FileError, LtError, MissingFileError
 from lt_runtime.saving import checkpoint_file
 from tests.support.training_runs import assert_same, run_of, state, train
 
@@ -77,6 +78,10 @@ def test_what_could_not_be_read_again_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "run"
     with pytest.raises(CheckpointError, match=r"run would need a header of [0-9]+ bytes; at most 4194304 are accepted"):
         checkpoint_file.write(path, {}, "x" * (4 << 20))
+    layer = lt.Linear(2, 1, device="cpu")
+    layer.bias = lt.Parameter(np.zeros(1), np.zeros(1))
+    with pytest.raises(DTypeError, match=r"run is not written: model/bias is float64; files take float32"):
+        lt.save(path, model=layer)
     assert not path.exists()
 
 

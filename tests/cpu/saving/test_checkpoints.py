@@ -12,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 import lt_runtime as lt
-from lt_runtime.errors import ArgumentError, CheckpointError
+from lt_runtime.errors import ArgumentError, CheckpointError, OperandError
 from tests.support.training_runs import Run, arrays_of, assert_same, rewrite, run_of, state, train
 
 
@@ -177,6 +177,16 @@ def test_an_optimizer_of_something_else(tmp_path: Path) -> None:
         with pytest.raises(ArgumentError, match=r"the optimizer has layer0.weight, which is no parameter of the model"):
             function(tmp_path / "a", model, optimizer)
     assert not [*tmp_path.iterdir()]
+
+
+def test_an_array_that_was_replaced_after_the_optimizer_was_made(tmp_path: Path) -> None:
+    run = run_of()
+    lt.save_checkpoint(tmp_path / "a", *run)
+    run[0].parameters()[0].data = run[0].parameters()[0].data.copy()
+    for path, function in ((tmp_path / "a", lt.load_checkpoint), (tmp_path / "b", lt.save_checkpoint)):
+        with pytest.raises(OperandError, match=r"an array of .*weight was replaced after the optimizer was made"):
+            function(path, *run)
+    assert not (tmp_path / "b").exists()
 
 
 def test_what_was_skipped_is_kept(tmp_path: Path) -> None:

@@ -389,6 +389,24 @@ def test_a_model_of_blocks_comes_back_as_it_was(tmp_path: Path, name: str) -> No
     assert_same(values_of(runs[2][0]), values_of(model))
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_checkpoint_of_a_part_loads_into_an_equal_model(tmp_path: Path, name: str) -> None:
+    path, part, other = tmp_path / "part", MODELS[name](), MODELS[name]()
+    lt.Chain(lt.Linear(6, 6, **CPU), lt.Chain(part)).parameters()  # the names of the parameters begin with "1.0."
+    runs = [(each, lt.AdamW(each.parameters(), lr=1e-2)) for each in (part, other)]
+    steps = [lt.TrainStep(*run, loss=_square) for run in runs]
+    x, target = X.astype(part.dtype.numpy), X[:, : part.outputs].astype(part.dtype.numpy)
+    steps[0](x, target)
+    lt.save_checkpoint(path, *runs[0])
+    lt.load_checkpoint(path, *runs[1])
+    assert _outputs(lt.load_model(path, device="cpu")) == _outputs(part)
+    for step in steps:
+        step(x, target)
+    for ours, theirs in zip(part.parameters(), other.parameters(), strict=True):
+        np.testing.assert_array_equal(ours.data, theirs.data)
+        np.testing.assert_equal(ours.master, theirs.master)
+
+
 def _square(outputs: Array, target: Array, gradient: Array, stream: None) -> Array:
     gradient[...] = outputs
     return np.square(outputs.astype(np.float32)).mean()  # type: ignore[no-any-return]

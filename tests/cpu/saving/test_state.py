@@ -130,6 +130,16 @@ def test_some_owners_alone(path: Path, run: Run) -> None:
         lt.load(path, ema=other.optimizer)
 
 
+def test_master_copies_that_are_only_in_the_file(tmp_path: Path) -> None:
+    saved, without = (lt.MLP([4, 2], dtype="bfloat16", master_weights=each, device="cpu") for each in (True, False))
+    lt.save(tmp_path / "model", model=saved)
+    message = r"bias has no master copy here: make the optimizer before loading.*\), pass it to lt.load"
+    with pytest.raises(CheckpointError, match=message):
+        lt.load(tmp_path / "model", model=without)
+    lt.AdamW(without.parameters())
+    lt.load(tmp_path / "model", model=without)
+
+
 KEYS = [
     "model/enc.weight",
     "model/norm.weight.master",

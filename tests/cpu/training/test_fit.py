@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,28 @@ def test_an_interrupt_keeps_the_epochs_and_the_best_weights() -> None:
     check(run, lt.fit(run.step, batches, epochs=6, valid=run.valid))
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_step_on_the_host_is_cut_only_by_a_second_interrupt(times: int) -> None:
+    run, usual = Run(), signal.getsignal(signal.SIGINT)
+
+    def loss(outputs: Any, target: Any, gradient: Any, stream: None) -> Any:
+        for _ in range(times * (run.optimizer.steps[0] == 1)):
+            signal.raise_signal(signal.SIGINT)
+        return np.float32(0)
+
+    history = lt.fit(lt.TrainStep(run.model, run.optimizer, loss=loss), [run.batch], epochs=4)
+    assert (len(history), *run.optimizer.steps) == (1, 3 - times)
+    assert signal.getsignal(signal.SIGINT) is usual
+
+
+def test_other_threads_train_too() -> None:
+    run, history = Run(), list[Any]()
+    thread = threading.Thread(target=lambda: history.extend(lt.fit(run.step, [run.batch])))
+    thread.start()
+    thread.join()
+    assert len(history) == 1
+
+
 def test_an_interrupt_ends_a_process_of_a_group() -> None:
     """The other processes would wait for this one, if its call returned."""
     run, group = Run(), lt.group()
@@ -153,6 +177,14 @@ def test_a_progress_bar_counts_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [each[:2] for each in told] == [(1, 4), (2, 4), (3, 4), (4, 4)]
     assert told[0][2].strip() == "epoch 1"
     assert told[2][2].startswith("epoch 2 loss ")
+
+
+def test_batches_of_unknown_number() -> None:
+    class Stream(list[Any]):
+        def __len__(self) -> int:
+            raise TypeError("as a DataLoader of an IterableDataset says")
+
+    assert len(lt.fit(Run().step, Stream([data()]), epochs=2)) == 2
 
 
 def test_several_inputs_and_classes() -> None:
