@@ -73,7 +73,8 @@ class Bucket:
         self._launches: dict[tuple[Any, ...], Launches] = {}
         parameter, state = next(iter(states.items()))
         self.moments, done = DTYPES[state["exp_avg"].dtype], float(state["step"])
-        self.step = torch.full((len(states),), done, dtype=torch.float32, device=parameter.device)
+        with torch.inference_mode(mode=False):  # tensors that are made in inference mode have no version counter
+            self.step = torch.full((len(states),), done, dtype=torch.float32, device=parameter.device)
         self._steps = [self.step[i] for i in range(len(states))]
         for state, own in zip(states.values(), self._steps, strict=True):
             state["step"] = own

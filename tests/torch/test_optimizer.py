@@ -292,6 +292,14 @@ def test_states_that_the_caller_has_replaced_are_freed(path: str) -> None:
     assert former() is None
 
 
+def test_steps_may_be_taken_in_inference_mode(path: str) -> None:
+    ours, theirs = parameters(), parameters()
+    with torch.inference_mode():
+        train(AdamW(ours), ours, range(3))
+        train(torch.optim.AdamW(theirs), theirs, range(3))
+    assert_close(ours, theirs)
+
+
 def test_hooks_change_the_state_that_is_saved() -> None:
     ours = parameters()
     made = AdamW(ours)
