@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any, Final
 
 import torch
 
 from lt_runtime.arguments import flag, number, shown
-from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, DTypeError, LayoutError
+from lt_runtime.errors import ArgumentError, CaptureError, DeviceError, DTypeError, LayoutError, ShapeError
 from lt_runtime.problem import Philox
 from lt_runtime.torch import fp8_steps, updates
 from lt_runtime.torch.tensors import Tensor
@@ -16,6 +17,8 @@ from lt_runtime.torch.updates import DTYPES, MOMENTS, Bucket, HostStep, Options,
 from lt_runtime.training.fp8_weights import are_aligned
 
 _PLAIN: Final = {torch.Tensor, torch.nn.Parameter}
+_MOMENTS_TYPES: Final = {torch.float32, torch.bfloat16}
+_ACCEPTED: Final = "a parameter's moments must be all float32 or all bfloat16, its master copy and average float32"
 _OTHERS: Final = ("master", "ema")
 """The names in a parameter's state of the FP32 master copy and of the FP32 moving average."""
 
@@ -31,9 +34,10 @@ class AdamW(torch.optim.AdamW):
     A CUDA graph that is captured from `step` reads learning rate and weight decay from the device. If `lr` is a tensor
     on the GPU, each replay reads it. Otherwise call `apply_settings` after a change. Run a step before the capture.
 
-    After `load_state_dict` or `add_param_group`, graphs that were captured before must not be launched: capture anew.
+    After `load_state_dict` or `add_param_group`, or if states or groups were replaced, graphs that were captured before
+    must not be launched: capture anew.
 
-    A state has the additional keys "master" and "ema". In training, parameters of equally many updates share a "step".
+    A state has the additional keys "master" and "ema".
 
     Args:
         params: float32, float16 or bfloat16, without gaps between their elements, all on one GPU or all on the CPU; as
@@ -75,7 +79,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         if keywords.get("differentiable"):
             raise ArgumentError("differentiable is True; a step has no gradient here: use torch.optim.AdamW")
-        if moments not in (None, torch.float32, torch.bfloat16):
+        if moments not in (None, *_MOMENTS_TYPES):
             raise ArgumentError(f"moments is {shown(moments)}; accepted are None, torch.float32 and torch.bfloat16")
         _check_max_norm(max_norm)
         if ema_decay is not None and not 0 <= number("ema_decay", ema_decay) < 1:
@@ -104,7 +108,6 @@ class AdamW(torch.optim.AdamW):
         self._bucket_of: dict[Tensor, Bucket] = {}
         self._prepared: dict[Any, HostStep] = {}
         self._captured: list[Any] = []  # tensors that captured graphs read, and which must live as long as the graphs
-        self._numbered = 0
         # Whether a step was captured in a graph that `lt_runtime.torch.capture` did not make. After a launch of such a
         # graph, copies of weights in FP8 may be stale.
         self.is_recorded = False
@@ -112,24 +115,57 @@ class AdamW(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """See `torch.optim.Optimizer`; each parameter has a "step" of its own, on the CPU."""
-        packed: dict[str, Any] = super().state_dict()
-        for i, state in packed["state"].items():
-            packed["state"][i] = {**state, "step": torch.tensor(float(state["step"]))} if "step" in state else state
+
+        def give_steps(_: Any, packed: dict[str, Any]) -> None:
+            for i, state in packed["state"].items():
+                packed["state"][i] = {**state, "step": torch.tensor(float(state["step"]))} if "step" in state else state
+
+        with self.register_state_dict_post_hook(give_steps, prepend=True):  # the caller's hooks follow
+            packed: dict[str, Any] = super().state_dict()
         return packed
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See `torch.optim.Optimizer`; moments, master copies and averages have the types that this optimizer uses."""
-        groups = self.param_groups
-        super().load_state_dict(state_dict)
-        for old, new in zip(groups, self.param_groups, strict=True):
-            new |= {**old, **new}  # the loaded group may lack options, such as "max_norm"
+        """See `torch.optim.Optimizer`; moments, master copies and averages have the types that this optimizer uses.
+
+        Raises:
+            ArgumentError: a parameter's state is not one of AdamW. Nothing has been loaded.
+            ShapeError: values in a state have another shape than their parameter. Nothing has been loaded.
+            ValueError: as `torch.optim.Optimizer`.
+        """
+        groups, loaded = self.param_groups, list[tuple[Tensor, str, Tensor]]()
+
+        def check(_: Any, given: dict[str, Any]) -> None:
+            loaded.extend(self._values_in(given))
+
+        def convert(_: Any) -> None:
+            for old, new in zip(groups, self.param_groups, strict=True):
+                new |= {**old, **new}  # the loaded group may lack options, such as "max_norm"
+            for parameter, name, values in loaded:
+                dtype = self._options.moments_of(parameter) if name in MOMENTS else torch.float32
+                self.state[parameter][name] = torch.empty_like(parameter, dtype=dtype).copy_(values)
+
+        # `check` runs after the caller's hooks, which may change the state to be loaded, and `convert` before them.
+        with (
+            self.register_load_state_dict_pre_hook(check),
+            self.register_load_state_dict_post_hook(convert, prepend=True),
+        ):
+            super().load_state_dict(state_dict)
+
+    def _values_in(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, str, Tensor]]:
+        """Checks a state that is to be loaded; yields each parameter's moments, master copy and average by name."""
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for i, parameter in zip(ids, self._parameters(), strict=True):
-            for name, values in state_dict["state"].get(i, {}).items():
-                if name in (*MOMENTS, *_OTHERS):
-                    dtype = self._options.moments_of(parameter) if name in MOMENTS else torch.float32
-                    self.state[parameter][name] = torch.empty_like(parameter, dtype=dtype).copy_(values)
+        for i, parameter in zip(ids, self._parameters(), strict=False):  # PyTorch refuses other numbers of parameters
+            state = state_dict["state"].get(i, {})
+            missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in state]
+            if state and missing:
+                found = f"state_dict['state'][{i}] has {shown([*state])}, but no {missing[0]}"
+                raise ArgumentError(f"{found}; it must be the state of an AdamW, or empty")
+            for name in [each for each in (*MOMENTS, *_OTHERS) if each in state]:
+                if state[name].shape != parameter.shape:
+                    found = f"{name} of {self._name(parameter)} has shape {tuple(state[name].shape)} in state_dict"
+                    raise ShapeError(f"{found}; it must be {tuple(parameter.shape)}, the parameter's shape")
+                yield parameter, name, state[name]
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def apply_settings(self) -> None:
@@ -170,7 +206,8 @@ class AdamW(torch.optim.AdamW):
             GpuError: the driver or the compiler failed.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        parameters = [each for each in self._parameters() if each.grad is not None]
+        active = [[each for each in group["params"] if each.grad is not None] for group in self.param_groups]
+        parameters = [*chain.from_iterable(active)]
         if not parameters:
             fp8_steps.update_scales(self)
             return loss
@@ -179,7 +216,9 @@ class AdamW(torch.optim.AdamW):
         entries = {layer.weight: copy.entry for layer, copy in copies}
         updated = entries.keys() & {*parameters} if entries else ()
         tiles = {each: entries[each] for each in updated if are_aligned([each.grad])}
-        prepared = self._prepared.get(self._key(parameters, tiles)) or self._prepare(parameters, tiles)
+        prepared = self._prepared.get(self._key(active, tiles))
+        if prepared is None or any(bucket.is_step_written for bucket in prepared.buckets):
+            prepared = self._prepare(active, tiles)
         fp8_steps.update_scales(self)
         for bucket in prepared.buckets:
             bucket.refresh_masters()
@@ -197,52 +236,75 @@ class AdamW(torch.optim.AdamW):
     def _parameters(self) -> Iterator[Tensor]:
         return (each for group in self.param_groups for each in group["params"])
 
-    def _key(self, active: list[Tensor], tiles: Tiles) -> tuple[Any, ...]:
-        """The key of a prepared step: settings, forms of gradients, and addresses of parameters and states.
+    def _key(self, active: list[list[Tensor]], tiles: Tiles) -> tuple[Any, ...]:
+        """The key of a prepared step: groups, parameters, states, addresses of their tensors, and forms of gradients.
 
-        Addresses of gradients are left out, because they change in many steps.
+        Addresses of gradients are left out, because they change in many steps. Groups, parameters and states are
+        compared by id: a prepared step keeps them, so that no others get their ids. Tensors in the states are compared
+        by address, because keeping them would keep the memory of tensors that the caller has replaced.
+
+        Args:
+            active: for each group, the parameters with gradients.
         """
-        settings = [(group["amsgrad"], group.get("max_norm", "shared")) for group in self.param_groups]
-        forms = [
-            (each.dtype, each.layout is torch.strided and each.stride()) for each in _locals([p.grad for p in active])
+        settings = [
+            (id(group), len(some), group["amsgrad"], group.get("max_norm", "shared"))
+            for group, some in zip(self.param_groups, active, strict=True)
         ]
-        held = [each for parameter in active for each in (parameter, *self.state.get(parameter, {}).values())]
-        addresses = map(torch.Tensor.data_ptr, _locals(held))
-        return *settings, *forms, *addresses, frozenset(tiles.items())
+        parameters = [*chain.from_iterable(active)]
+        forms = [
+            (each.dtype, each.layout is torch.strided and each.stride())
+            for each in _locals([each.grad for each in parameters])
+        ]
+        states = [self.state[each] for each in parameters]
+        ids = map(id, chain(parameters, states))
+        addresses = map(torch.Tensor.data_ptr, _locals([*parameters, *[each for s in states for each in s.values()]]))
+        return *settings, *forms, *ids, *addresses, frozenset(tiles.items())
 
-    def _prepare(self, active: list[Tensor], tiles: Tiles) -> HostStep:
+    def _prepare(self, active: list[list[Tensor]], tiles: Tiles) -> HostStep:
         """Sorts the parameters with gradients into buckets, and prepares the launches for their present addresses."""
-        for parameter in active:
-            self._check(parameter, active[0])
-        updated = {*active}
-        for bucket in {self._bucket_of[each] for each in updated & self._bucket_of.keys()}:
-            # The parameters of a bucket have had equally many updates. A bucket of which only some have a gradient now
-            # is dissolved, because their numbers of updates will differ.
-            if not bucket.states.keys() <= updated:
-                for parameter in bucket.states:
-                    del self._bucket_of[parameter]
-        if updates.is_capturing(active[0]) and updated - self._bucket_of.keys():
-            raise CaptureError("a parameter gets its first gradient in a capture; run a step with all gradients before")
+        parameters = [*chain.from_iterable(active)]
+        for parameter in parameters:
+            self._check(parameter, parameters[0])
+        for group in self.param_groups:
+            _check_max_norm(group.get("max_norm"))
+        self._dissolve_buckets({*parameters})
+        if updates.is_capturing(parameters[0]) and not self._bucket_of.keys() >= {*parameters}:
+            raise CaptureError(
+                "a parameter gets its first gradient, or another group or state, in a capture; run a step with all "
+                "gradients before"
+            )
         self._fill_buckets()
-        buckets = [*dict.fromkeys(self._bucket_of[each] for each in active)]
-        prepared = updates.step_class(active[0])(buckets, self._options, tiles)
+        buckets = [*dict.fromkeys(self._bucket_of[each] for each in parameters)]
+        prepared = updates.step_class(parameters[0])(buckets, self._options, tiles)
         remember(self._prepared, self._key(active, tiles), prepared)
         return prepared
+
+    def _dissolve_buckets(self, updated: set[Tensor]) -> None:
+        """Drops buckets that the caller has changed, and those of which only some parameters are `updated`.
+
+        The parameters of a bucket have had equally many updates; if only some are updated, their numbers will differ.
+        """
+        groups = {each: group for group in self.param_groups for each in group["params"]}
+        for bucket in {*self._bucket_of.values()}:
+            is_divided = updated & bucket.states.keys() and not bucket.states.keys() <= updated
+            if is_divided or not bucket.is_unchanged(self.state, groups):
+                for parameter in bucket.states:
+                    del self._bucket_of[parameter]
+                self._prepared = {key: each for key, each in self._prepared.items() if bucket not in each.buckets}
 
     def _fill_buckets(self) -> None:
         """Puts parameters that have a gradient but no bucket into new ones."""
         found: dict[Any, dict[Tensor, dict[str, Tensor]]] = {}
-        groups = enumerate(self.param_groups)
-        for i, parameter in [(i, each) for i, group in groups for each in group["params"] if each.grad is not None]:
-            state = self._complete_state(parameter, self.param_groups[i])
-            if parameter in self._bucket_of:
-                # Parameters of a bucket share a counter of steps, which the caller may have replaced by a copy.
-                state["step"] = self._bucket_of[parameter].step
-            else:
-                found.setdefault((i, float(state["step"]), state["exp_avg"].dtype), {})[parameter] = state
+        for i, group in enumerate(self.param_groups):
+            for parameter in [each for each in group["params"] if each.grad is not None]:
+                state = self._complete_state(parameter, group)
+                if parameter not in self._bucket_of:
+                    kind = i, float(state["step"]), state["exp_avg"].dtype
+                    found.setdefault(kind, {})[parameter] = state
         for (i, *_), states in found.items():
-            bucket = Bucket(states, self.param_groups[i], self._numbered, self._options)
-            self._numbered += len(states)
+            # No two parameters may have the same number. A small number saves memory: a bucket has settings from 0 on.
+            first = max((each.first + len(each.states) for each in self._bucket_of.values()), default=0)
+            bucket = Bucket(states, self.param_groups[i], first, self._options)
             self._bucket_of.update(dict.fromkeys(states, bucket))
 
     def _complete_state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
@@ -252,12 +314,17 @@ class AdamW(torch.optim.AdamW):
         state.setdefault("step", torch.tensor(0.0))
         for name in [*MOMENTS][: 3 if group["amsgrad"] else 2]:
             if name not in state:
-                state[name] = torch.zeros_like(parameter, dtype=options.moments_of(parameter))
+                state[name] = torch.zeros_like(parameter, dtype=self._moments_type(parameter))
         has_master = parameter.dtype is torch.float16 or (parameter.dtype is torch.bfloat16 and options.masters)
         for name, wanted in zip(_OTHERS, (has_master, options.ema_decay is not None), strict=True):
             if wanted and name not in state:
                 state[name] = parameter.detach().to(torch.float32, copy=True)
         return state
+
+    def _moments_type(self, parameter: Tensor) -> Any:
+        """The type of the moments that a parameter has, or will get."""
+        found = self.state[parameter].get("exp_avg")
+        return self._options.moments_of(parameter) if found is None else found.dtype
 
     def _check(self, parameter: Tensor, first: Tensor) -> None:
         """Raises unless the kernel can update a parameter from its gradient; `first` is the first parameter."""
@@ -272,13 +339,18 @@ class AdamW(torch.optim.AdamW):
         extent = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
         if value.numel() and extent != value.numel():
             raise LayoutError(f"{name} has strides {value.stride()}; there must be no gaps between its elements")
-        for of, each in {f"{name}.grad": parameter.grad, **state}.items():
+        held = {of: state[of] for of in (*MOMENTS, *_OTHERS) if of in state}
+        for of, each in {f"{name}.grad": parameter.grad, **held}.items():
             found, wanted = _form(local(each)), _form(value)
-            if of != "step" and found != wanted:
+            if found != wanted:
                 raise LayoutError(
                     f"{of} of {name} has shape, strides and device {found}; they must be {wanted}, as those of the "
                     "parameter: make a new optimizer if it was moved or resized"
                 )
+        for of, each in held.items():
+            accepted = {torch.float32} if of in _OTHERS else {self._moments_type(parameter)} & _MOMENTS_TYPES
+            if each.dtype not in accepted:
+                raise DTypeError(f"{of} of {name} is {each.dtype}; {_ACCEPTED}")
         norms = self._options.max_norm, *[group.get("max_norm") for group in self.param_groups]
         if value is not parameter and any(norms):
             raise ArgumentError(f"{name} is sharded, of which max_norm would see a shard; use clip_grad_norm_ instead")
@@ -292,8 +364,10 @@ class AdamW(torch.optim.AdamW):
 
 
 def _locals(tensors: list[Tensor]) -> list[Tensor]:
-    """Applies `local` to each tensor."""
-    return tensors if _PLAIN.issuperset(map(type, tensors)) else [*map(local, tensors)]
+    """Applies `local` to each tensor, and leaves out other values, which the caller may put into a state."""
+    if _PLAIN.issuperset(map(type, tensors)):
+        return tensors
+    return [local(each) for each in tensors if isinstance(each, torch.Tensor)]
 
 
 def _check_max_norm(max_norm: Any) -> None:

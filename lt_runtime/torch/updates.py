@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from lt_runtime import reference
+from lt_runtime.arguments import not_negative
 from lt_runtime.arrays.operand import TORCH
 from lt_runtime.errors import CaptureError
 from lt_runtime.gpu.devices import activated
@@ -59,20 +61,24 @@ class Bucket:
         states: the parameters, in the group's order, and the state of each. group: the group in `param_groups` to which
             all of them belong.
         first: number of the first parameter, for the random numbers of stochastic rounding.
-        step: FP32 tensor of shape (), the number of updates done; the states share it.
+        step: FP32 tensor with the number of updates done for each parameter, all equal; each state has a view of one.
         words: the kernel's state, counters, settings and loss scale in words of 32 bits, on the parameters' device.
         lr, weight_decays, norm, scale: FP32 views of words. steps, nonfinite: integer views.
     """
 
     def __init__(self, states: dict[Tensor, State], group: dict[str, Any], first: int, options: Options) -> None:
         self.states, self.group, self.first, self.options = states, group, first, options
-        self._versions, self._written = [-1] * len(states), (0.0, 0.0)
+        self._masters = {each: state for each, state in states.items() if "master" in state}
+        self._versions, self._written = [-1] * len(self._masters), (0.0, 0.0)
         self._launches: dict[tuple[Any, ...], Launches] = {}
         parameter, state = next(iter(states.items()))
         self.moments, done = DTYPES[state["exp_avg"].dtype], float(state["step"])
-        self.step = torch.tensor(done, dtype=torch.float32, device=parameter.device)
-        for state in states.values():
-            state["step"] = self.step
+        with torch.inference_mode(mode=False):  # tensors that are made in inference mode have no version counter
+            self.step = torch.full((len(states),), done, dtype=torch.float32, device=parameter.device)
+        self._steps = [self.step[i] for i in range(len(states))]
+        for state, own in zip(states.values(), self._steps, strict=True):
+            state["step"] = own
+        self._step_version, self._forms = self.step._version, self._present_forms()
         count = first + len(states)
         settings = kernels.settings_words(self._kernel_options(), [(1.0, 0.0)] * count)
         words = np.concatenate([np.zeros(_SETTINGS, np.uint32), settings, np.zeros(2, np.uint32)])
@@ -89,11 +95,37 @@ class Bucket:
         kind = AMSGrad if self.group["amsgrad"] else AdamW
         return kind(0.0, self.group["betas"], self.group["eps"], 0.0)
 
+    def rule_with_rate(self) -> AdamW:
+        """The rule with all of the group's present numbers, which it checks."""
+        rate, decay = not_negative("lr", float(self.group["lr"])), float(self.group["weight_decay"])
+        return dataclasses.replace(self.rule, lr=rate, weight_decay=decay)
+
     @property
     def max_norm(self) -> float | None:
         """The norm that gradients are clipped to: the group's own, else the optimizer's; None for no clipping."""
         found: float | None = self.group.get("max_norm", self.options.max_norm)
         return found
+
+    @property
+    def is_step_written(self) -> bool:
+        """Whether the caller has written into the "step" of a state."""
+        return bool(self.step._version != self._step_version)
+
+    def is_unchanged(self, states: dict[Tensor, State], groups: dict[Tensor, dict[str, Any]]) -> bool:
+        """Whether the parameters have the same group, states, steps, devices and types as when the bucket was made.
+
+        Args:
+            states, groups: the present state and group of each parameter.
+        """
+        return (
+            all(groups.get(each) is self.group and states.get(each) is state for each, state in self.states.items())
+            and all(state.get("step") is own for state, own in zip(self.states.values(), self._steps, strict=True))
+            and not self.is_step_written
+            and self._forms == self._present_forms()
+        )
+
+    def _present_forms(self) -> list[Any]:
+        return [(p.device, p.dtype, "exp_avg" in s and s["exp_avg"].dtype) for p, s in self.states.items()]
 
     def _kernel_options(self) -> kernels.Options:
         seed = self.options.seed
@@ -101,14 +133,15 @@ class Bucket:
 
     def refresh_masters(self) -> None:
         """Copies values that were written into parameters since the last step to their master copies."""
-        for (parameter, state), version in zip(self.states.items(), self._versions, strict=True):
-            if "master" in state and parameter._version != version:
+        for (parameter, state), version in zip(self._masters.items(), self._versions, strict=True):
+            if parameter._version != version:
                 master = state["master"]
                 master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
 
     def note_versions(self) -> None:
-        """Notes PyTorch's version counters of the parameters, which now have the values of their master copies."""
-        self._versions = [each._version for each in self.states]
+        """Notes PyTorch's version counters: of parameters, which now equal their master copies, and of the steps."""
+        self._step_version = self.step._version
+        self._versions = [each._version for each in self._masters]
 
     def apply_settings(self) -> None:
         """Writes the group's learning rate and weight decay to the device, if they have changed."""
@@ -223,30 +256,29 @@ class HostStep:
         Returns:
             Tensors that a graph captured from the step reads, and nothing else keeps alive.
         """
-        factor = 1.0 if scale is None else 1.0 / float(scale)
+        factor, rules = 1.0 if scale is None else 1.0 / float(scale), [each.rule_with_rate() for each in self.buckets]
         with np.errstate(all="ignore"):  # as on a GPU, NaN and infinite gradients cause no warnings
             for buckets in self.clipped:
                 grads = [_flat(each.grad) for bucket in buckets for each in bucket.states]
                 norm = reference.gradient_norm(grads, 1.0 / factor)[0]
                 for bucket in buckets:
                     bucket.norm.fill_(norm)
-            for bucket in self.buckets:
+            for bucket, rule in zip(self.buckets, rules, strict=True):
                 if found_inf is None or not float(found_inf):
                     bucket.step += 1
-                    self._update(bucket, -factor if bucket.group["maximize"] else factor)
+                    self._update(bucket, rule, -factor if bucket.group["maximize"] else factor)
                 if self.options.ema_decay is not None:
                     for average, value in bucket.averaged():
                         average.lerp_(value.float(), 1.0 - self.options.ema_decay)
 
-    def _update(self, bucket: Bucket, factor: float) -> None:
-        group, rule, step, limit = bucket.group, bucket.rule, int(bucket.step), bucket.max_norm
+    def _update(self, bucket: Bucket, rule: AdamW, factor: float) -> None:
+        step, limit = int(bucket.step[0]), bucket.max_norm
         factor *= 1.0 if limit is None else reference.clip_factor(float(bucket.norm), limit)
-        own = type(rule)(float(group["lr"]), rule.betas, rule.eps, float(group["weight_decay"]))
         for i, (parameter, state) in enumerate(bucket.states.items(), bucket.first):
             tensors = [state.get("master", parameter), *(state[name] for name in [*MOMENTS][: len(rule.moments)])]
             arrays = [_flat(each) for each in tensors]
             place = {"seed": self.options.seed, "tensor": i}
-            reference.update_in_place(own, constant(), arrays, _flat(parameter.grad), step, factor, **place)
+            reference.update_in_place(rule, constant(), arrays, _flat(parameter.grad), step, factor, **place)
             if "master" in state:
                 parameter.copy_(state["master"])
 
@@ -301,17 +333,21 @@ class GpuStep(HostStep):
             stream = TORCH.current_stream(self._device)
             for bucket in self.buckets:
                 bucket.apply_settings()
+            # Raises for betas and epsilons that are not accepted, before the first launch.
+            launches = [
+                bucket.launches(len(table), self._device, in_fp8=in_fp8)[stream]
+                for (bucket, _, in_fp8), table in zip(self._updates, self._tables, strict=False)
+            ]
             scales = {bucket: bucket.set_scale(scale, found_inf) for bucket in self.buckets}
             tables = self._tables_on(stream)
             of_norms = zip(self.clipped, self._norms, tables[len(self._updates) :], strict=True)
-            for (first, *others), (_, launches), table in of_norms:
-                params, launch = launches[stream]
+            for (first, *others), (_, of_norm), table in of_norms:
+                params, launch = of_norm[stream]
                 params.chunks, params.scale = table.data_ptr(), scales[first]
                 launch()
                 for bucket in others:
                     bucket.norm.copy_(first.norm)
-            for (bucket, _, in_fp8), table, on_device in zip(self._updates, self._tables, tables, strict=False):
-                params, launch = bucket.launches(len(table), self._device, in_fp8=in_fp8)[stream]
+            for (bucket, _, in_fp8), (params, launch), on_device in zip(self._updates, launches, tables, strict=False):
                 if in_fp8:
                     params.tiles, params = on_device.data_ptr(), params.update
                 else:

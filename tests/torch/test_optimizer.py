@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,6 +213,112 @@ def test_state_that_was_moved_away_and_back_is_found(path: str) -> None:
     assert_close(ours, theirs)
 
 
+def first_state(made: Any) -> dict[str, Any]:
+    return next(iter(made.state.values()))
+
+
+def replace_states(made: Any) -> None:
+    for each in [*made.state][1:3]:
+        made.state[each] = {
+            "step": torch.tensor(7.0),
+            "exp_avg": torch.ones_like(each),
+            "exp_avg_sq": each.detach() ** 2,
+        }
+
+
+def load_with_hooks(made: Any) -> None:
+    def before(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return {**given, "state": {i: {**each, "exp_avg": each["exp_avg"] * 2} for i, each in given["state"].items()}}
+
+    made.register_load_state_dict_pre_hook(before)
+    made.register_load_state_dict_post_hook(lambda made: first_state(made).update(step=torch.tensor(9.0)))
+    made.load_state_dict(copy.deepcopy(made.state_dict()))
+
+
+def write_data(made: Any) -> None:
+    for group in made.param_groups:
+        for each in group["params"]:
+            each.data = each.data * 2
+
+
+def later(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A change after states have been replaced by equal ones."""
+
+    def run(made: Any) -> None:
+        made.state.update({each: dict(state) for each, state in made.state.items()})
+        train(made, [each for group in made.param_groups for each in group["params"]], range(9, 10))
+        change(made)
+
+    return run
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "states": replace_states,
+    "no states": lambda made: made.state.clear(),
+    "all states": lambda made: setattr(made, "state", collections.defaultdict(dict)),
+    "a moment": later(lambda made: first_state(made).update(exp_avg=first_state(made)["exp_avg"] + 1)),
+    "a step": lambda made: first_state(made).update(step=torch.tensor(1.0)),
+    "values of a step": lambda made: first_state(made)["step"].sub_(2),
+    "a note": lambda made: first_state(made).update(note="text"),
+    "data": write_data,
+    "groups": lambda made: setattr(made, "param_groups", [{**each, "lr": 0.3} for each in made.param_groups]),
+    "a group's parameters": lambda made: made.param_groups[1]["params"].insert(0, made.param_groups[0]["params"].pop()),
+    "betas": lambda made: made.param_groups[0].update(betas=[0.5, 0.6]),
+    "hooks": load_with_hooks,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_step_follows_what_the_caller_has_changed(path: str, change: Callable[[Any], Any]) -> None:
+    ours, theirs = parameters(), parameters()
+    steps = []
+    for kind, given in ((AdamW, ours), (torch.optim.AdamW, theirs)):
+        made = in_groups(kind, lr=0.1)(given)
+        train(made, given, range(3))
+        change(made)
+        train(made, given, range(3, 6))
+        steps.append([float(made.state[each]["step"]) for each in given])
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert steps[0] == steps[1]
+
+
+def test_states_that_the_caller_has_replaced_are_freed(path: str) -> None:
+    ours = parameters()
+    made = AdamW(ours)
+    train(made, ours, range(2))
+    former = weakref.ref(first_state(made)["exp_avg"])
+    made.state.clear()
+    train(made, ours, range(2, 3))
+    assert former() is None
+
+
+def test_steps_may_be_taken_in_inference_mode(path: str) -> None:
+    ours, theirs = parameters(), parameters()
+    with torch.inference_mode():
+        train(AdamW(ours), ours, range(3))
+        train(torch.optim.AdamW(theirs), theirs, range(3))
+    assert_close(ours, theirs)
+
+
+def test_hooks_change_the_state_that_is_saved() -> None:
+    ours = parameters()
+    made = AdamW(ours)
+    train(made, ours, range(1))
+    made.register_state_dict_post_hook(lambda _, packed: {"of a hook": packed["state"][0]["step"]})
+    assert made.state_dict() == {"of a hook": torch.tensor(1.0)}
+
+
+def test_nothing_is_updated_if_a_later_group_has_bad_betas(path: str) -> None:
+    ours = parameters()
+    made = in_groups(AdamW)(ours)
+    train(made, ours, range(1))
+    made.param_groups[1]["betas"] = (0.9, 2.0)
+    before = copy.deepcopy(ours)
+    with pytest.raises(ArgumentError, match=r"betas is \(0.9, 2.0\)"):
+        train(made, ours, range(1))
+    assert_close(ours, before, 0, 0)
+
+
 def test_a_group_may_be_added_and_schedules_act(path: str) -> None:
     ours, theirs = parameters(), parameters()
     made, twin = AdamW(ours[:3], 1e-2), torch.optim.AdamW(theirs[:3], 1e-2)
@@ -380,6 +488,30 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 def test_bad_input_is_refused_by_name(run: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"exp_avg": torch.ones(6)}, r"exp_avg of net\.weight has shape \(6,\)"), (None, "no step")],
+    ids=["shape", "another optimizer's"],
+)
+def test_a_state_that_does_not_fit_is_refused_before_anything_is_loaded(change: Any, message: str) -> None:
+    made = of_one()
+    made.step()
+    given, before = made.state_dict(), copy.deepcopy(made.state_dict())
+    given["param_groups"][0]["lr"] = 5.0
+    given["state"][0] = {"momentum_buffer": None} if change is None else {**given["state"][0], **change}
+    with pytest.raises(ValueError, match=message):
+        made.load_state_dict(given)
+    assert str(made.state_dict()) == str(before)
+
+
+def test_a_moment_of_another_type_is_refused() -> None:
+    made = of_one()
+    made.step()
+    first_state(made)["exp_avg_sq"] = torch.ones(4, 6, dtype=torch.bfloat16)
+    with pytest.raises(DTypeError, match=r"exp_avg_sq of net\.weight is torch\.bfloat16; .* all float32 or all"):
+        made.step()
 
 
 def test_a_parameter_that_was_resized_is_refused() -> None:
