@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lt_runtime.errors import OperandError, ShapeError
+from lt_runtime.errors import ShapeError
 from lt_runtime.ops._linear import BACKWARD, FORWARD, Layer
 from lt_runtime.ops.call import perform
 from lt_runtime.ops.first_use import is_tuning
@@ -71,7 +71,7 @@ class LinearLayers(Operator):
             return super().eager(operands, options, training=training)
         try:
             return (_apply_on_gpu(options, *operands) if training else _infer(options, *operands),)
-        except OperandError:  # `check` raises the error anew with the caller's names of the operands
+        except Exception:  # `check` raises the error anew with the caller's names of the operands
             self.check(operands, (*options, training))
             raise
 
@@ -254,6 +254,7 @@ class _OnGpu(torch.autograd.Function):
         """The gradients of x, `add` and the parameters."""
         begin_backward("linear", ctx, dy)
         needs, kept = ctx.needs_input_grad, ctx.saved_tensors
+        dy = dy.resolve_neg() if dy.is_neg() else dy
         key = ctx.layers, (needs[1], *needs[4:])
         (dx, *of_parameters), _ = repeated(key, (dy, *kept), lambda: (_gradients_of(*key, dy, kept), None))
         return None, dx, dy if needs[2] else None, None, *of_parameters

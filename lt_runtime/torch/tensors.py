@@ -77,10 +77,14 @@ def check_operands(operands: dict[str, Tensor]) -> None:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raises `LayoutError` for a sparse or quantised tensor."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantised" if tensor.is_quantized else tensor.layout
-        raise LayoutError(f"{name} is {kind}; accepted are dense tensors: {name}.to_dense(), or dequantize()")
+    """Raises `LayoutError` for a sparse, nested or quantised tensor."""
+    for is_so, kind, way in (
+        (tensor.is_quantized, "quantised", "dequantize()"),
+        (tensor.is_nested, "nested", "to_padded_tensor(0.0)"),
+        (tensor.layout is not torch.strided, tensor.layout, "to_dense()"),
+    ):
+        if is_so:
+            raise LayoutError(f"{name} is {kind}; accepted are dense tensors: {name}.{way}")
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[Any, ...], why: str) -> None:
@@ -129,5 +133,5 @@ def placed(tensors: Tensors) -> list[Any]:
 
 
 def _placed(tensor: Tensor) -> Any:
-    rows = as_rows(tensor)
+    rows = as_rows(tensor.resolve_neg())
     return rows if rows.is_cuda else as_numpy(rows)
