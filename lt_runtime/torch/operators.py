@@ -28,7 +28,7 @@ _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 class SecondDerivativeError(LtError, NotImplementedError):
-    """A second derivative, or a transform of `torch.func`, was asked of an operator with only a first derivative."""
+    """An operator with only a first derivative met a second one, a transform of `torch.func` or `torch.jit.trace`."""
 
 
 class Operator(ABC):
@@ -105,7 +105,7 @@ class Operator(ABC):
         """The visible outputs: a tensor, or a list if there are several.
 
         Raises:
-            SecondDerivativeError: a transform of `torch.func` is active.
+            SecondDerivativeError: see `is_eager`.
             LtError: see `check`.
         """
         if is_eager(operands):
@@ -309,7 +309,8 @@ def is_eager(tensors: Tensors) -> bool:
     examined for it.
 
     Raises:
-        SecondDerivativeError: a transform of `torch.func` is active, or a tensor has a forward-mode derivative.
+        SecondDerivativeError: a transform of `torch.func` or `torch.jit.trace` is active, or a tensor has a
+            forward-mode derivative.
     """
     if is_compiling():
         return False
@@ -320,6 +321,10 @@ def is_eager(tensors: Tensors) -> bool:
     if forward_ad._current_level >= 0 and any(map(_has_tangent, tensors)):
         raise SecondDerivativeError(
             "lt_runtime's layers have no forward-mode derivative (torch.autograd.forward_ad); use PyTorch's own"
+        )
+    if torch._C._get_tracing_state() is not None:  # it would record memory that nothing fills
+        raise SecondDerivativeError(
+            "torch.jit.trace cannot record lt_runtime's layers; use torch.export, or PyTorch's own layers (ltt.restore)"
         )
     is_plain = _PLAIN.issuperset(map(type, tensors)) and not torch._C._len_torch_dispatch_stack()
     return is_plain and tensors[0] is not None and not (tensors[0].is_meta or tensors[0].is_neg())

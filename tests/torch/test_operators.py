@@ -421,6 +421,12 @@ def test_second_derivatives_and_transforms_are_refused() -> None:
         torch.autograd.grad(y, x, torch.ones(2, 3, 5), is_grads_batched=True)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")
+def test_traces_of_the_old_kind_are_refused_and_not_empty() -> None:
+    with torch.no_grad(), pytest.raises(SecondDerivativeError, match=r"torch\.jit\.trace .* use torch\.export"):
+        torch.jit.trace(ltt.Linear(8, 6), torch.ones(5, 8))
+
+
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_forward_mode_derivatives_are_refused_and_not_lost(requires_grad: bool) -> None:
     x, w = torch.ones(3, 4), torch.ones(5, 4, requires_grad=requires_grad)
