@@ -246,6 +246,17 @@ def test_a_transformer_s_layer_takes_its_arguments_by_place_and_by_name() -> Non
         layer(x, None, mask, attention_mask=mask)
 
 
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_hooks_of_attention_see_the_arguments_of_the_class(make: Callable[[], Any]) -> None:
+    model, seen = make(), list[Any]()
+    attention = next(each for name, each in model.named_modules() if name.endswith("attn"))
+    attention.register_forward_pre_hook(lambda _, a, k: seen.append((len(a), {*k})), with_kwargs=True)
+    for _ in range(2):
+        model(IDS)
+        ltt.replace(model)
+    assert seen[0] == seen[1]
+
+
 def test_a_transformer_s_layer_drops_what_it_adds() -> None:
     layer, x = vit(hidden_dropout_prob=0.99).double().vit.layers[0], hidden()
     ltt.replace(layer)
