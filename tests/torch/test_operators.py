@@ -297,6 +297,20 @@ def test_a_nested_tensor_is_named(place: Any) -> None:
             function(nested, weight)
 
 
+@pytest.mark.parametrize("operand", ["x", "weight", "bias", "add", "dy"])
+@pytest.mark.parametrize("lay", [lambda t: t[:1].expand(t.shape), lambda t: t.repeat_interleave(2, -1)[..., ::2]])
+def test_operands_and_gradients_may_be_expanded_or_strided(lay: Any, operand: str, place: Any) -> None:
+    shapes = {"x": (5, 4), "weight": (6, 4), "bias": (6,), "add": (5, 6), "dy": (5, 6)}
+    leaves = dict(zip(shapes, leaves_of(*shapes.values(), dtype=place[0]), strict=True))
+    dy, *inputs = [(leaves | {operand: lay(leaves[operand])})[name] for name in ("dy", "x", "weight", "bias", "add")]
+    x, weight, bias, add = inputs
+    both = ltt.functional.linear(x, weight, bias, activation="relu", add=add), F.linear(x, weight, bias).relu() + add
+    torch.testing.assert_close(*both, **place[1])
+    torch.testing.assert_close(*[torch.autograd.grad(y, inputs, dy) for y in both], **place[1])
+    with torch.no_grad():
+        torch.testing.assert_close(ltt.functional.linear(x, weight, bias, activation="relu", add=add), both[0])
+
+
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_profiles_have_names(place: Any) -> None:
     x, w = leaves_of((3, 4), (5, 4), dtype=place[0])
