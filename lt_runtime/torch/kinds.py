@@ -244,10 +244,14 @@ class Kind(NamedTuple):
         """
         if not self.parts:
             return self.read(module)
-        for each in self._holders(module):
-            if name_of(each) not in KINDS or unusual(each):
-                return f"{type(each).__name__}: {unusual(each) or 'it is no part that belongs here'}"
-        return self.read(*self.parts_of(module))
+        try:
+            for each in self._holders(module):
+                if why := unusual(each) if name_of(each) in KINDS else "it is no part that belongs here":
+                    return f"{type(each).__name__}: {why}"
+            parts = self.parts_of(module)
+        except AttributeError as error:  # a part was deleted, or exchanged for a module with other parts
+            return f"a part is missing: {error}"
+        return self.read(*parts)
 
     def absorbed(self, module: Any) -> list[Any]:
         """The submodules whose work the module's function includes, so that they are not replaced themselves."""

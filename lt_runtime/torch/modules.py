@@ -15,7 +15,7 @@ from lt_runtime.torch.fp8 import Precision, chain, set_precision
 from lt_runtime.torch.functional import GATED, LINEAR, layer_norm, rms_norm
 from lt_runtime.torch.kinds import unusual
 from lt_runtime.torch.operators import Operator
-from lt_runtime.torch.tensors import Tensor, is_autocast
+from lt_runtime.torch.tensors import Tensor, check_shape, check_tensors, is_autocast
 
 
 class Linear(torch.nn.Linear):
@@ -83,6 +83,8 @@ def _run_as_one(layers: Iterable[Any]) -> bool:
 
 def _plus(y: Tensor, add: Tensor) -> Tensor:
     """y + add, under autocast of y's type, as the operator's result is; y without `add`."""
+    check_tensors(add=add)
+    check_shape("add", add, tuple(y.shape), "y's shape")
     return y if add is None else y + (add.to(y.dtype) if is_autocast(y) else add)
 
 

@@ -292,6 +292,22 @@ def test_parts_that_get_hooks_or_are_exchanged_later_are_called() -> None:
     assert seen == [(3, 16)]
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_block_may_get_a_part_of_another_kind(is_early: bool) -> None:
+    model = llama().double().eval()
+    if not is_early:
+        ltt.replace(model)
+    layer = model.model.layers[0]
+    layer.mlp = nn.Sequential(layer.mlp, nn.Identity())
+    report = {each.name: each for each in ltt.replace(model)}
+    assert report["model.layers.0"].reason.startswith("a part is missing: 'Sequential' object has no attribute")
+    found, layer.mlp = model(IDS)[0], layer.mlp[0]
+    torch.testing.assert_close(found, model(IDS)[0], **CLOSE)
+    layer.mlp = nn.Identity()
+    ltt.restore(model)
+    assert not any(hasattr(each, "replaces") for each in model.modules())
+
+
 def test_dropout_is_applied_in_training_and_ruled_by_the_seed() -> None:
     model = nn.Sequential(nn.Linear(8, 256), nn.ReLU6(), nn.Linear(256, 256), nn.Dropout(0.25))
     ltt.replace(model)
