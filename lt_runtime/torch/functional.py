@@ -47,7 +47,7 @@ def linear(
 
     Args:
         x: (..., K), float32, float16 or bfloat16; on the CPU float64 too. It is read where it lies if its rows are at
-            equal distances, else copied once.
+            equal distances, else copied once; so are the other operands.
         weight: (N, K), of x's type and device, like all operands. A transposed view of a (K, N) tensor is copied
             neither in forward nor in backward.
         bias: (N,), or None.
@@ -68,7 +68,8 @@ def linear(
         KindError: an operand is no tensor.
         OperandError: shapes, types, devices or layouts that do not fit.
         ArgumentError: an unknown activation; `dropout` outside [0, 1).
-        SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func`.
+        SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func` and
+            `torch.jit.trace`.
     """
     name, slope = _named(activation, negative_slope)
     options = (name,), (slope,), (dropout if training else 0.0,)

@@ -28,7 +28,7 @@ _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 class SecondDerivativeError(LtError, NotImplementedError):
-    """An operator with only a first derivative met a second one, a transform of `torch.func` or `torch.jit.trace`."""
+    """A second derivative, a transform of `torch.func` or a trace of `torch.jit`, which no operator here supports."""
 
 
 class Operator(ABC):

@@ -78,13 +78,12 @@ def check_operands(operands: dict[str, Tensor]) -> None:
 
 def check_dense(name: str, tensor: Tensor) -> None:
     """Raises `LayoutError` for a sparse, nested or quantised tensor."""
-    for is_so, kind, way in (
-        (tensor.is_quantized, "quantised", "dequantize()"),
-        (tensor.is_nested, "nested", "to_padded_tensor(0.0)"),
-        (tensor.layout is not torch.strided, tensor.layout, "to_dense()"),
-    ):
-        if is_so:
-            raise LayoutError(f"{name} is {kind}; accepted are dense tensors: {name}.{way}")
+    if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
+        return
+    kind, way = ("nested", "to_padded_tensor(0.0)") if tensor.is_nested else (tensor.layout, "to_dense()")
+    if tensor.is_quantized:
+        kind, way = "quantised", "dequantize()"
+    raise LayoutError(f"{name} is {kind}; accepted are dense tensors: {name}.{way}")
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[Any, ...], why: str) -> None:
