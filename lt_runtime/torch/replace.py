@@ -22,6 +22,7 @@ from lt_runtime.arguments import check_instance
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.gpu.devices import check_fp8
 from lt_runtime.nn.linear import scales_of
+from lt_runtime.ops.fp8.state import FP8State
 from lt_runtime.tables import rendered, table
 from lt_runtime.torch.fp8 import Precision, set_precision
 from lt_runtime.torch.kinds import KINDS, LAYERS, full_name, layers_of, name_of, sequence, unusual
@@ -198,7 +199,7 @@ def restore(model: Any) -> None:
     for _, module in replaced:
         module.__class__ = module.replaces
     for module in model.modules():
-        if name_of(module) in LAYERS and "scales" in vars(module):
+        if name_of(module) in LAYERS and isinstance(vars(module).get("scales"), FP8State):
             module.scales = None
         if vars(module).get("_loss_function") is causal_loss:
             del module._loss_function
