@@ -15,7 +15,7 @@ from lt_runtime.torch.linear import LinearLayers
 from lt_runtime.torch.norms import Dropout, Norm
 from lt_runtime.torch.operators import Operator, Options
 from lt_runtime.torch.padded import PaddedLinear, is_ragged
-from lt_runtime.torch.tensors import Tensor, Tensors, check_tensors, is_autocast
+from lt_runtime.torch.tensors import Tensor, Tensors, check_dense, check_tensors, is_autocast
 
 LINEAR: Final = LinearLayers()
 _PADDED: Final = PaddedLinear()
@@ -47,7 +47,7 @@ def linear(
 
     Args:
         x: (..., K), float32, float16 or bfloat16; on the CPU float64 too. It is read where it lies if its rows are at
-            equal distances, else copied once.
+            equal distances, else copied once; so are the other operands.
         weight: (N, K), of x's type and device, like all operands. A transposed view of a (K, N) tensor is copied
             neither in forward nor in backward.
         bias: (N,), or None.
@@ -68,7 +68,8 @@ def linear(
         KindError: an operand is no tensor.
         OperandError: shapes, types, devices or layouts that do not fit.
         ArgumentError: an unknown activation; `dropout` outside [0, 1).
-        SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func`.
+        SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func` and
+            `torch.jit.trace`.
     """
     name, slope = _named(activation, negative_slope)
     options = (name,), (slope,), (dropout if training else 0.0,)
@@ -87,7 +88,10 @@ def linear_layers(
     """
     if getattr(x, "ndim", 2) == 1:  # the operator refuses an x that is no tensor
         check_tensors(add=add)
-        return linear_layers(x[None], parameters, options, None if add is None else add[None], operator)[0]
+        if add is not None:
+            check_dense("add", add)
+            add = add[None]
+        return linear_layers(x[None], parameters, options, add, operator)[0]
     if add is None and options == PLAIN and is_ragged(x, parameters[0]):
         operator = _PADDED
     return operator(cast((x, add, draw_key(x, options[2]), *parameters)), options)
@@ -167,7 +171,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float | None = 1e-6, add: Tensor
     """
     if eps is None:
         check_tensors(x=x)
-        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
+        eps = torch.finfo(torch.float64 if x.dtype is torch.float64 else torch.float32).eps
     return _NORMS[False, add is not None]((x, add, weight, None), (eps,))
 
 

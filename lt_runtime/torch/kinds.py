@@ -186,7 +186,13 @@ def _residual(*parts: Any) -> Function:
 
 
 def _pre_norm(
-    feed_forward: Callable[..., Function], first: Any, attention: Any, second: Any, *parts: Any, drops: bool = False
+    feed_forward: Callable[..., Function],
+    first: Any,
+    attention: Any,
+    second: Any,
+    *parts: Any,
+    drops: bool = False,
+    by_name: bool = False,
 ) -> Function:
     """The function of a transformer's layer: h = x + attention(first(x)), y = h + feed_forward(second(h)).
 
@@ -197,6 +203,7 @@ def _pre_norm(
         first, attention: modules, which are called. second: the norm after attention.
         parts: layers, activation and dropout of the feed-forward block.
         drops: whether the last part, a dropout, is applied to attention's result too.
+        by_name: whether the class gives attention its input by name, which hooks of attention see.
     """
     run, normalise = feed_forward(*parts), _norm_among_parts(second)
     if isinstance(run, str) or isinstance(normalise, str):
@@ -206,7 +213,7 @@ def _pre_norm(
         # The sums are fused only if x has the norm's type, without autocast and cross-attention.
         if encoder_hidden_states is not None or x.dtype is not second.weight.dtype or is_autocast(x):
             return None
-        attended, _ = attention(first(x), **more)
+        attended, _ = attention(hidden_states=first(x), **more) if by_name else attention(first(x), **more)
         y, total = normalise(parts[-1](attended) if drops else attended, x)
         return run(y, total)
 
@@ -237,10 +244,14 @@ class Kind(NamedTuple):
         """
         if not self.parts:
             return self.read(module)
-        for each in self._holders(module):
-            if name_of(each) not in KINDS or unusual(each):
-                return f"{type(each).__name__}: {unusual(each) or 'it is no part that belongs here'}"
-        return self.read(*self.parts_of(module))
+        try:
+            for each in self._holders(module):
+                if why := unusual(each) if name_of(each) in KINDS else "it is no part that belongs here":
+                    return f"{type(each).__name__}: {why}"
+            parts = self.parts_of(module)
+        except AttributeError as error:  # a part was deleted, or exchanged for a module with other parts
+            return f"a part is missing: {error}"
+        return self.read(*parts)
 
     def absorbed(self, module: Any) -> list[Any]:
         """The submodules whose work the module's function includes, so that they are not replaced themselves."""
@@ -261,7 +272,7 @@ _MODELS: Final = "transformers.models"
 _LLAMAS: Final = "Llama", "Mistral", "Qwen2", "Qwen3"
 _GATED: Final = Kind(_gated_block, "gate_proj act_fn up_proj down_proj")
 _GATED_LAYER: Final = Kind(
-    functools.partial(_pre_norm, _gated_block),
+    functools.partial(_pre_norm, _gated_block, by_name=True),
     "input_layernorm self_attn post_attention_layernorm mlp.gate_proj mlp.act_fn mlp.up_proj mlp.down_proj",
     is_layer=True,
 )

@@ -13,14 +13,14 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from lt_runtime.errors import OperandError, ShapeError
+from lt_runtime.errors import ShapeError
 from lt_runtime.ops._linear import BACKWARD, FORWARD, Layer
 from lt_runtime.ops.call import perform
 from lt_runtime.ops.first_use import is_tuning
 from lt_runtime.problem import Activation, ComputeName, Philox, Saved, probability
 from lt_runtime.torch.operators import Needs, Operator, Options, applied, begin_backward
 from lt_runtime.torch.repeats import repeated
-from lt_runtime.torch.tensors import Tensor, Tensors, as_rows, check_operands, check_shape, compute_of, placed
+from lt_runtime.torch.tensors import Tensor, Tensors, check_operands, check_shape, compute_of, placed
 
 _make_layer: Final = functools.lru_cache(maxsize=1024)(Layer)
 """Returns one `Layer` object for equal arguments, because prepared calls are found by the identity of the object."""
@@ -71,7 +71,7 @@ class LinearLayers(Operator):
             return super().eager(operands, options, training=training)
         try:
             return (_apply_on_gpu(options, *operands) if training else _infer(options, *operands),)
-        except OperandError:  # `check` raises the error anew with the caller's names of the operands
+        except Exception:  # `check` raises the error anew with the caller's names of the operands
             self.check(operands, (*options, training))
             raise
 
@@ -254,6 +254,7 @@ class _OnGpu(torch.autograd.Function):
         """The gradients of x, `add` and the parameters."""
         begin_backward("linear", ctx, dy)
         needs, kept = ctx.needs_input_grad, ctx.saved_tensors
+        dy = dy.resolve_neg() if dy.is_neg() else dy
         key = ctx.layers, (needs[1], *needs[4:])
         (dx, *of_parameters), _ = repeated(key, (dy, *kept), lambda: (_gradients_of(*key, dy, kept), None))
         return None, dx, dy if needs[2] else None, None, *of_parameters
@@ -265,9 +266,9 @@ def _kept_of(options: Options, operands: Tensors) -> tuple[list[Tensor], Any]:
     The tensors are each layer's output, then the others that backward needs. The description has the `Layer` of each
     layer, and for each layer the index of the tensor that it saves for backward, or None.
     """
-    x, add, key, *parameters = operands
+    x, add, key, *parameters = placed(operands)
     kept: Any = [], [], []
-    _ascend(options, as_rows(x), add, key, parameters, None, kept)
+    _ascend(options, x, add, key, parameters, None, kept)
     layers, made, saved = kept
     places = []
     for each in saved:
@@ -279,24 +280,24 @@ def _kept_of(options: Options, operands: Tensors) -> tuple[list[Tensor], Any]:
 
 def _gradients_of(layers: tuple[Layer, ...], wanted: Needs, dy: Tensor, kept: Tensors) -> list[Any]:
     """The gradients of x and of each layer's weight and bias, from the tensors that forward has kept."""
-    (key, *kept), count = kept, len(layers)
+    (dy, key, *kept), count = placed((dy, *kept)), len(layers)
     weights, xs = kept[:count], kept[count : 2 * count]
-    xs[0] = xs[0] if xs[0] is None else as_rows(xs[0])
     outs = [None] * (1 + 2 * count)
     for i, weight in enumerate(weights):
         if wanted[1 + 2 * i] and not weight.is_contiguous():
             outs[1 + 2 * i] = torch.empty_like(weight)
     pairs = zip(layers, [*xs[1:], None], kept[2 * count :], strict=True)
     saved = [x if layer.saved_as is Saved.OUTPUT and each is None else each for layer, x, each in pairs]
-    return _descend(as_rows(dy), xs, weights, saved, layers, key, wanted, outs)
+    return _descend(dy, xs, weights, saved, layers, key, wanted, outs)
 
 
 _apply_on_gpu: Final = applied(_OnGpu, "linear")
 
 
-def _infer(options: Options, x: Tensor, add: Tensor, key: Tensor, *parameters: Tensor) -> Tensor:
+def _infer(options: Options, *operands: Tensor) -> Tensor:
     """Computes y on a GPU without keeping anything for backward."""
-    return _ascend(options, as_rows(x), add, key, parameters, None, None)
+    x, add, key, *parameters = placed(operands)
+    return _ascend(options, x, add, key, parameters, None, None)
 
 
 def masks_of(p: float, layer: int, key: Any) -> Philox | None:

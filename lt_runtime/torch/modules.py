@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,9 @@ from lt_runtime.errors import ArgumentError
 from lt_runtime.problem import Activation, ActivationName, activation_of, probability
 from lt_runtime.torch.fp8 import Precision, chain, set_precision
 from lt_runtime.torch.functional import GATED, LINEAR, layer_norm, rms_norm
+from lt_runtime.torch.kinds import unusual
 from lt_runtime.torch.operators import Operator
-from lt_runtime.torch.tensors import Tensor
+from lt_runtime.torch.tensors import Tensor, check_shape, check_tensors, is_autocast
 
 
 class Linear(torch.nn.Linear):
@@ -73,11 +75,25 @@ def _chained(layers: Sequence[Linear], x: Tensor, add: Tensor, operator: Operato
     return chain(operator, layers, x, parameters, tuple(zip(*forms, strict=True)), add)
 
 
+def _run_as_one(layers: Iterable[Any]) -> bool:
+    """Whether layers may run as one operator, because a call of each does nothing else than compute a `Linear`."""
+    # A parametrization changes a layer's class; pruning and the old weight_norm add hooks.
+    return all(type(each) is Linear and not unusual(each) for each in layers)
+
+
+def _plus(y: Tensor, add: Tensor) -> Tensor:
+    """y + add, under autocast of y's type, as the operator's result is; y without `add`."""
+    check_tensors(add=add)
+    check_shape("add", add, tuple(y.shape), "y's shape")
+    return y if add is None else y + (add.to(y.dtype) if is_autocast(y) else add)
+
+
 class MLP(torch.nn.Sequential):
     """Linear layers in sequence as one operator.
 
-    Backward of a layer also multiplies dx by the derivative of the activation of the layer below. Forward hooks of the
-    layers are not called.
+    Backward of a layer also multiplies dx by the derivative of the activation of the layer below. The layers are called
+    one after another if one of them has hooks or computed weights, or was exchanged for another module: each `Linear`
+    applies its own activation and dropout, which the other module must do too. A slice is an MLP of the same layers.
 
     Args:
         sizes: columns of the inputs, of each hidden layer and of the outputs.
@@ -115,14 +131,26 @@ class MLP(torch.nn.Sequential):
 
     def forward(self, x: Tensor, add: Tensor = None) -> Tensor:
         """y (..., sizes[-1]) for x (..., sizes[0]); `add` (..., sizes[-1]) is added to y."""
-        return _chained([*self], x, add)
+        layers = [*self]
+        if layers and _run_as_one(layers):
+            return _chained(layers, x, add)
+        return _plus(super().forward(x), add)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A layer; for a slice an `MLP` that shares its layers with this one."""
+        if not isinstance(index, slice):
+            return super().__getitem__(index)
+        made = MLP.__new__(MLP)
+        torch.nn.Sequential.__init__(made, OrderedDict([*self._modules.items()][index]))
+        return made
 
 
 class FeedForward(torch.nn.Module):
     """The feed-forward block of a transformer: y = down(dropout(act(up(x)))) + add, or gated.
 
-    Gated, y = down(dropout(act(gate(x)) ∘ up(x))) + add, such as SwiGLU with "silu". The layers' forward hooks are not
-    called.
+    Gated, y = down(dropout(act(gate(x)) ∘ up(x))) + add, such as SwiGLU with "silu". The layers run as one operator,
+    unless one has hooks or computed weights, or was exchanged, as in `MLP`: `gate`, or `up` without a gate, then
+    applies the activation, and `up` the dropout.
 
     Args:
         width: columns of x and y.
@@ -159,9 +187,11 @@ class FeedForward(torch.nn.Module):
 
     def forward(self, x: Tensor, add: Tensor = None) -> Tensor:
         """y (..., width) for x (..., width); `add` (..., width) is added to y."""
-        if self.gate is None:
-            return _chained([self.up, self.down], x, add)
-        return _chained([self.gate, self.up, self.down], x, add, GATED)
+        gate, up, down = self.gate, self.up, self.down
+        layers, operator = ((up, down), LINEAR) if gate is None else ((gate, up, down), GATED)
+        if _run_as_one(layers):
+            return _chained(layers, x, add, operator)
+        return _plus(down(up(x) if gate is None else gate(x) * up(x)), add)
 
 
 class _Norm(torch.nn.Module):

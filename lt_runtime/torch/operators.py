@@ -28,7 +28,7 @@ _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 class SecondDerivativeError(LtError, NotImplementedError):
-    """A second derivative, or a transform of `torch.func`, was asked of an operator with only a first derivative."""
+    """A second derivative, a transform of `torch.func` or a trace of `torch.jit`, which no operator here supports."""
 
 
 class Operator(ABC):
@@ -105,7 +105,7 @@ class Operator(ABC):
         """The visible outputs: a tensor, or a list if there are several.
 
         Raises:
-            SecondDerivativeError: a transform of `torch.func` is active.
+            SecondDerivativeError: see `is_eager`.
             LtError: see `check`.
         """
         if is_eager(operands):
@@ -119,6 +119,8 @@ class Operator(ABC):
         else:
             if operands[0] is None or not all(map(_is_dense, operands)):
                 self.check(operands, (*options, False))
+            if not is_compiling():
+                operands = tuple([each if each is None else each.resolve_neg() for each in operands])
             needed = [each is not None and each.requires_grad for each in operands]
             outputs = self._forward([*operands], *options, torch.is_grad_enabled() and True in needed)
         return outputs[0] if self.visible == 1 else outputs[: self.visible]
@@ -169,7 +171,8 @@ class Operator(ABC):
         """The gradients of all operands, None where there is none."""
         if is_eager((*dys, *saved)):
             return self.run_backward(dys, saved, needs, options)
-        found = iter(self._backward([*dys], [*saved], [*needs], *options[:-1], True))
+        dys = [dy if dy is None else dy.resolve_neg() for dy in dys]
+        found = iter(self._backward(dys, [*saved], [*needs], *options[:-1], True))
         return [next(found) if need else None for need in needs]
 
     def _traced(self, operands: Tensors, *options: Any) -> list[Tensor]:
@@ -302,8 +305,12 @@ def begin_backward(name: str, ctx: Any, *dys: Tensor) -> None:
 def is_eager(tensors: Tensors) -> bool:
     """Whether a call may bypass the dispatcher: nothing traces it, and all tensors are plain ones that hold values.
 
+    The memory of a lazily negated view, such as `z.conj().imag`, does not hold the values; only the first tensor is
+    examined for it.
+
     Raises:
-        SecondDerivativeError: a transform of `torch.func` is active, or a tensor has a forward-mode derivative.
+        SecondDerivativeError: a transform of `torch.func` or `torch.jit.trace` is active, or a tensor has a
+            forward-mode derivative.
     """
     if is_compiling():
         return False
@@ -315,8 +322,12 @@ def is_eager(tensors: Tensors) -> bool:
         raise SecondDerivativeError(
             "lt_runtime's layers have no forward-mode derivative (torch.autograd.forward_ad); use PyTorch's own"
         )
+    if torch._C._get_tracing_state() is not None:  # it would record memory that nothing fills
+        raise SecondDerivativeError(
+            "torch.jit.trace cannot record lt_runtime's layers; use torch.export, or PyTorch's own layers (ltt.restore)"
+        )
     is_plain = _PLAIN.issuperset(map(type, tensors)) and not torch._C._len_torch_dispatch_stack()
-    return is_plain and tensors[0] is not None and not tensors[0].is_meta
+    return is_plain and tensors[0] is not None and not (tensors[0].is_meta or tensors[0].is_neg())
 
 
 def _has_tangent(operand: Any) -> bool:
@@ -324,7 +335,8 @@ def _has_tangent(operand: Any) -> bool:
 
 
 def _is_dense(operand: Any) -> bool:
-    return operand is None or (isinstance(operand, torch.Tensor) and operand.layout is torch.strided)
+    is_strided = isinstance(operand, torch.Tensor) and operand.layout is torch.strided
+    return operand is None or (is_strided and not operand.is_nested)
 
 
 def _hashable(options: Sequence[Any]) -> Options:

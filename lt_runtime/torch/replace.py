@@ -22,9 +22,10 @@ from lt_runtime.arguments import check_instance
 from lt_runtime.errors import ArgumentError, LtError
 from lt_runtime.gpu.devices import check_fp8
 from lt_runtime.nn.linear import scales_of
+from lt_runtime.ops.fp8.state import FP8State
 from lt_runtime.tables import rendered, table
 from lt_runtime.torch.fp8 import Precision, set_precision
-from lt_runtime.torch.kinds import KINDS, full_name, layers_of, name_of, sequence, unusual
+from lt_runtime.torch.kinds import KINDS, LAYERS, full_name, layers_of, name_of, sequence, unusual
 from lt_runtime.torch.losses import cross_entropy
 from lt_runtime.torch.tensors import DTYPES, Tensor
 
@@ -196,11 +197,10 @@ def restore(model: Any) -> None:
         if "replaces" not in vars(type(module)):
             raise ArgumentError(f"{name or 'model'} is a {type(module).__name__} now; undo that before ltt.restore")
     for _, module in replaced:
-        for layer in layers_of(module):
-            if "scales" in vars(layer):
-                layer.scales = None
         module.__class__ = module.replaces
     for module in model.modules():
+        if name_of(module) in LAYERS and isinstance(vars(module).get("scales"), FP8State):
+            module.scales = None
         if vars(module).get("_loss_function") is causal_loss:
             del module._loss_function
 

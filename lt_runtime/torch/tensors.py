@@ -77,10 +77,13 @@ def check_operands(operands: dict[str, Tensor]) -> None:
 
 
 def check_dense(name: str, tensor: Tensor) -> None:
-    """Raises `LayoutError` for a sparse or quantised tensor."""
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantised" if tensor.is_quantized else tensor.layout
-        raise LayoutError(f"{name} is {kind}; accepted are dense tensors: {name}.to_dense(), or dequantize()")
+    """Raises `LayoutError` for a sparse, nested or quantised tensor."""
+    if tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
+        return
+    kind, way = ("nested", "to_padded_tensor(0.0)") if tensor.is_nested else (tensor.layout, "to_dense()")
+    if tensor.is_quantized:
+        kind, way = "quantised", "dequantize()"
+    raise LayoutError(f"{name} is {kind}; accepted are dense tensors: {name}.{way}")
 
 
 def check_shape(name: str, tensor: Tensor, expected: tuple[Any, ...], why: str) -> None:
@@ -129,5 +132,5 @@ def placed(tensors: Tensors) -> list[Any]:
 
 
 def _placed(tensor: Tensor) -> Any:
-    rows = as_rows(tensor)
+    rows = as_rows(tensor.resolve_neg())
     return rows if rows.is_cuda else as_numpy(rows)

@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import torch.nn.functional as F  # noqa: N812
+from torch.nn.utils import parametrizations, prune
 
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError, DTypeError
@@ -102,6 +103,71 @@ def test_a_feed_forward_block_is_its_layers(gated: bool) -> None:
     expected = F.linear(hidden * (up if gated else F.silu(up)), *block.down.parameters()) + x
     torch.testing.assert_close(block(x, add=x), expected)
     assert {name.split(".")[0] for name in block.state_dict()} == {"up", "down"} | ({"gate"} if gated else set())
+
+
+def with_hooks(layer: Any) -> Any:
+    layer.register_forward_pre_hook(lambda _, given: (2 * given[0],))
+    layer.register_forward_hook(lambda _, given, y: y + 1)
+    layer.register_full_backward_hook(lambda _, of_x, of_y: (3 * of_x[0],))
+    return layer
+
+
+def pruned_after_use(layer: Any) -> Any:
+    prune.l1_unstructured(layer, "weight", 0.5)
+    with torch.no_grad():
+        layer.weight_orig.mul_(2)
+    return layer
+
+
+def with_forward(layer: Any) -> Any:
+    layer.forward = lambda x, forward=layer.forward: -forward(x)
+    return layer
+
+
+CHANGES: dict[str, Any] = {
+    "hooks": with_hooks,
+    "pruned": pruned_after_use,
+    "spectral_norm": parametrizations.spectral_norm,
+    "forward": with_forward,
+    "exchanged": lambda layer: torch.nn.Linear(layer.in_features, layer.out_features).double(),
+    "wrapped": lambda layer: torch.nn.Sequential(layer, torch.nn.Tanh()),
+}
+BLOCKS: dict[str, Any] = {
+    "mlp": (lambda: ltt.MLP([8, 8, 8]), lambda m, x: m[1](m[0](x))),
+    "block": (lambda: ltt.FeedForward(8, 8), lambda m, x: m.down(m.up(x))),
+    "gated": (lambda: ltt.FeedForward(8, 8, "silu", True), lambda m, x: m.down(m.gate(x) * m.up(x))),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_layer_of_a_block_is_called(change: str, name: str) -> None:
+    make, by_layers = BLOCKS[name]
+    for layer, _ in list(make().named_children()):
+        model, x = make().double().eval(), torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+        model.set_submodule(layer, CHANGES[change](model.get_submodule(layer)))
+        both = model(x, add=x), by_layers(model, x) + x
+        torch.testing.assert_close(*both)
+        torch.testing.assert_close(*[torch.autograd.grad(y.square().sum(), [x, *model.parameters()]) for y in both])
+
+
+def test_a_hook_does_not_change_the_type_under_autocast() -> None:
+    model, x = ltt.MLP([8, 8]), torch.randn(5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x, add=x)
+        model[0].register_forward_hook(lambda *_: None)
+        assert model(x, add=x).dtype is expected.dtype is torch.bfloat16
+
+
+def test_an_mlp_is_indexed_and_extended_as_a_sequential() -> None:
+    model, x = ltt.MLP([8, 16, 12, 4]), torch.randn(5, 8)
+    part = model[:2]
+    assert type(part) is ltt.MLP
+    assert [*part] == [model[0], model[1]]
+    torch.testing.assert_close(model[2:](part(x)), model(x))
+    assert model[:0](x) is x
+    model.append(torch.nn.Softmax(-1))
+    torch.testing.assert_close(model(x).sum(-1), torch.ones(5))
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])

@@ -277,6 +277,40 @@ def test_operands_may_lie_in_any_way(place: Any) -> None:
     )
 
 
+def test_lazily_negated_views_are_read_with_their_sign(place: Any) -> None:
+    leaves = leaves_of((5, 1), (1, 1), dtype=place[0])
+    z = torch.complex(*leaves_of((5, 1), (5, 1), dtype=place[0]))
+    results = []
+    for function in (ltt.functional.linear, F.linear):
+        negated = z.conj().imag
+        assert negated.is_neg()
+        y = function(leaves[0] + negated, leaves[1])
+        results.append([function(negated, leaves[1]), *torch.autograd.grad(y, leaves, negated)])
+    torch.testing.assert_close(*results, **place[1])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_named(place: Any) -> None:
+    nested, w = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(2, 8)], dtype=place[0]), torch.ones(8)
+    for function, weight in ((ltt.functional.linear, w.expand(8, 8)), (ltt.functional.rms_norm, w)):
+        with pytest.raises(LayoutError, match=r"x is nested; .*: x\.to_padded_tensor\(0\.0\)"):
+            function(nested, weight)
+
+
+@pytest.mark.parametrize("operand", ["x", "weight", "bias", "add", "dy"])
+@pytest.mark.parametrize("lay", [lambda t: t[:1].expand(t.shape), lambda t: t.repeat_interleave(2, -1)[..., ::2]])
+def test_operands_and_gradients_may_be_expanded_or_strided(lay: Any, operand: str, place: Any) -> None:
+    shapes = {"x": (5, 4), "weight": (6, 4), "bias": (6,), "add": (5, 6), "dy": (5, 6)}
+    leaves = dict(zip(shapes, leaves_of(*shapes.values(), dtype=place[0]), strict=True))
+    dy, *inputs = [(leaves | {operand: lay(leaves[operand])})[name] for name in ("dy", "x", "weight", "bias", "add")]
+    x, weight, bias, add = inputs
+    both = ltt.functional.linear(x, weight, bias, activation="relu", add=add), F.linear(x, weight, bias).relu() + add
+    torch.testing.assert_close(*both, **place[1])
+    torch.testing.assert_close(*[torch.autograd.grad(y, inputs, dy) for y in both], **place[1])
+    with torch.no_grad():
+        torch.testing.assert_close(ltt.functional.linear(x, weight, bias, activation="relu", add=add), both[0])
+
+
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_profiles_have_names(place: Any) -> None:
     x, w = leaves_of((3, 4), (5, 4), dtype=place[0])
@@ -401,6 +435,12 @@ def test_second_derivatives_and_transforms_are_refused() -> None:
         torch.autograd.grad(y, x, torch.ones(2, 3, 5), is_grads_batched=True)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")
+def test_traces_of_the_old_kind_are_refused_and_not_empty() -> None:
+    with torch.no_grad(), pytest.raises(SecondDerivativeError, match=r"torch\.jit\.trace .* use torch\.export"):
+        torch.jit.trace(ltt.Linear(8, 6), torch.ones(5, 8))
+
+
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_forward_mode_derivatives_are_refused_and_not_lost(requires_grad: bool) -> None:
     x, w = torch.ones(3, 4), torch.ones(5, 4, requires_grad=requires_grad)
@@ -425,8 +465,8 @@ def test_forward_mode_derivatives_are_refused_and_not_lost(requires_grad: bool) 
             "weight is torch.float16 but x is torch.float32",
         ),
         ({"bias": torch.ones(6, device="meta")}, DeviceError, "bias is on meta but x on cpu"),
-        ({"weight": torch.ones(6, 8).to_sparse()}, LayoutError, "weight is torch.sparse_coo"),
-        ({"x": torch.nested.nested_tensor([torch.ones(3, 8)], layout=torch.jagged)}, LayoutError, "x is torch.jagged"),
+        ({"weight": torch.ones(6, 8).to_sparse()}, LayoutError, r"weight is torch.sparse_coo.*weight\.to_dense\(\)"),
+        ({"x": torch.nested.nested_tensor([torch.ones(3, 8)], layout=torch.jagged)}, LayoutError, "x is nested"),
         ({"activation": "swish"}, ArgumentError, "activation is 'swish'"),
         ({"dropout": 1.0}, ArgumentError, "dropout is 1.0"),
         ({"negative_slope": float("nan")}, ArgumentError, "negative_slope is nan"),

@@ -246,6 +246,17 @@ def test_a_transformer_s_layer_takes_its_arguments_by_place_and_by_name() -> Non
         layer(x, None, mask, attention_mask=mask)
 
 
+@pytest.mark.parametrize("make", [gpt2, llama])
+def test_hooks_of_attention_see_the_arguments_of_the_class(make: Callable[[], Any]) -> None:
+    model, seen = make(), list[Any]()
+    attention = next(each for name, each in model.named_modules() if name.endswith("attn"))
+    attention.register_forward_pre_hook(lambda _, a, k: seen.append((len(a), {*k})), with_kwargs=True)
+    for _ in range(2):
+        model(IDS)
+        ltt.replace(model)
+    assert seen[0] == seen[1]
+
+
 def test_a_transformer_s_layer_drops_what_it_adds() -> None:
     layer, x = vit(hidden_dropout_prob=0.99).double().vit.layers[0], hidden()
     ltt.replace(layer)
@@ -279,6 +290,22 @@ def test_parts_that_get_hooks_or_are_exchanged_later_are_called() -> None:
     model[0] = nn.Sequential(model[0], nn.Identity())
     torch.testing.assert_close(model(x), expected)
     assert seen == [(3, 16)]
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_block_may_get_a_part_of_another_kind(is_early: bool) -> None:
+    model = llama().double().eval()
+    if not is_early:
+        ltt.replace(model)
+    layer = model.model.layers[0]
+    layer.mlp = nn.Sequential(layer.mlp, nn.Identity())
+    report = {each.name: each for each in ltt.replace(model)}
+    assert report["model.layers.0"].reason.startswith("a part is missing: 'Sequential' object has no attribute")
+    found, layer.mlp = model(IDS)[0], layer.mlp[0]
+    torch.testing.assert_close(found, model(IDS)[0], **CLOSE)
+    layer.mlp = nn.Identity()
+    ltt.restore(model)
+    assert not any(hasattr(each, "replaces") for each in model.modules())
 
 
 def test_dropout_is_applied_in_training_and_ruled_by_the_seed() -> None:
