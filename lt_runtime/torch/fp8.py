@@ -94,6 +94,10 @@ def _with_scales(
     # Meta and fake tensors hold no values; the operator refuses sparse ones.
     if not (trains and is_eager((x, add, *parameters)) and x.layout is torch.strided):
         return linear_layers(x, parameters, options, add, operator)
+    if x.dtype is torch.float64:
+        for scales in filter(None, map(_scales, layers)):
+            scales.fallback = "float64 is not cast to FP8"
+        return linear_layers(x, parameters, options, add, operator)
     return (_gated_at_once if operator is GATED else _in_parts)(layers, x, parameters, options, add)
 
 

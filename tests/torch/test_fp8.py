@@ -126,6 +126,18 @@ def test_layers_that_would_be_slower_have_the_results_of_their_own_type(
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
+def test_float64_stays_in_its_own_type() -> None:
+    x, results = torch.randn(32, 64, dtype=torch.float64), []
+    for precision in ("fp8", None):
+        torch.manual_seed(0)
+        layer = ltt.Linear(64, 32, precision=precision, dtype=torch.float64)
+        y = layer(x)
+        y.sum().backward()
+        results.append((y, layer.weight.grad))
+        assert precision is None or layer.scales.fallback == "float64 is not cast to FP8"
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_scales_are_updated_once_a_step_by_all_its_batches() -> None:
     layer = ltt.Linear(64, 32, precision=lt.FP8(history=4))
     optimizer = trained(layer, 1)
@@ -153,6 +165,23 @@ def test_scales_follow_the_optimizer_that_trains_the_layer(trains: str, holds: s
     before, other.grad = layer.scales.state_dict()["history"], torch.ones(2)
     torch.optim.SGD([other, *[getattr(layer, name) for name in holds.split()]], lr=0.1).step()
     assert np.array_equal(layer.scales.state_dict()["history"], before) != follows
+
+
+@pytest.mark.parametrize("kind", [ltt.AdamW, torch.optim.SGD])
+def test_scales_follow_a_weight_that_each_call_computes(kind: Any) -> None:
+    """The weight is computed by calls only, because some parametrizations change with each computation."""
+    made = list[float]()
+
+    class Halved(nn.Module):
+        def forward(self, weight: Any) -> Any:
+            made.append(weight.detach().abs().max().item() / 2)
+            return weight / 2
+
+    layer = ltt.Linear(64, 32, precision=lt.FP8(history=4))
+    nn.utils.parametrize.register_parametrization(layer, "weight", Halved())
+    made.clear()
+    trained(layer, 3, optimizer=kind(layer.parameters(), lr=0.1))
+    assert [*layer.scales.state_dict()["history"][1]] == [*reversed(made), made[0]]
 
 
 def test_a_step_that_a_grad_scaler_skips_leaves_the_scales() -> None:
