@@ -51,6 +51,8 @@ def set_precision(layer: Any, precision: Precision) -> None:
     scales, is_first = scales_of(precision), "scales" not in vars(layer)
     layer.scales = scales
     if is_first:
+        # torch.distributed.checkpoint looks up each key of a state_dict as an attribute, and ignores its value.
+        vars(layer).update(dict.fromkeys(_ENTRIES.values()))
         layer.register_state_dict_post_hook(_save)
         layer.register_load_state_dict_pre_hook(_load)
 
@@ -296,6 +298,7 @@ def _follow(scales: FP8State, weight: Tensor) -> None:
     """Moves a layer's scales, if they have been made, to the device of its weight."""
     if scales.slots is None or device_of("scales", scales.slots) == weight.get_device():
         return
+    _wait_for(scales)
     state = scales.state_dict()
     scales.slots = scales.history = None
     scales.load_state_dict(state, like=placed([weight])[0])

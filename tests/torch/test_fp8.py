@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 
 import numpy as np
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import lt_runtime as lt
@@ -222,6 +223,14 @@ def test_checkpoints_load_with_and_without_fp8() -> None:
     assert scaled[0].scales.scales == before
     with pytest.raises(RuntimeError, match=r"0\.scales: state\['history'\] has shape \(3, 16\)"):
         ltt.MLP([64, 32, 16], precision=lt.FP8(history=4)).load_state_dict(scaled.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's checkpoint functions warn of a process group that is missing
+def test_scales_pass_through_distributed_checkpoints() -> None:
+    model, loaded = (ltt.MLP([64, 32, 16], precision="fp8") for _ in range(2))
+    trained(model, 1)
+    set_model_state_dict(loaded, get_model_state_dict(model))
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_copies_have_scales_of_their_own() -> None:
