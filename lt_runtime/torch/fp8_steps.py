@@ -108,7 +108,7 @@ def read_copies(called: Sequence[Any], weights: Sequence[Tensor]) -> None:
         copy = _copies.get(layer)
         if copy is None or not copy.suits(layer):
             continue
-        own = layer.weight
+        own = _weight_of(layer)
         if weight.data_ptr() != own.data_ptr() or weight.dtype != own.dtype:  # autocast gives another tensor
             continue
         if copy.owner() in _followed or not is_capturing(weight):

@@ -57,7 +57,7 @@ class _Model:
         with torch.random.fork_rng(devices=[self.device]), contextlib.ExitStack() as restored:
             for module in self._model.modules():
                 restored.callback(module._buffers.update, {**module._buffers})
-                if (scales := vars(module).get("scales")) is not None:
+                if isinstance(scales := vars(module).get("scales"), FP8State):
                     restored.enter_context(_unchanged(scales))
             for each in self._model.buffers():
                 restored.callback(each.copy_, each.clone())

@@ -442,6 +442,10 @@ def test_other_precisions_are_refused(make: Any, precision: Any, error: Any) -> 
 
 def test_errors_name_the_operands() -> None:
     layer = ltt.Linear(64, 32, precision="fp8")
+    replica = layer._replicate_for_data_parallel()
+    replica.weight, replica.bias = layer.weight, layer.bias
+    with pytest.raises(OperandError, match=r"runs in torch\.nn\.DataParallel, .*; use torch\.nn\.parallel"):
+        replica(torch.randn(32, 64))
     with pytest.raises(OperandError, match=r"weight has shape \(32, 64\)"):
         layer(torch.randn(32, 48))
     with pytest.raises(OperandError, match=r"weight is torch.float32 but x is torch.bfloat16"):
