@@ -175,7 +175,8 @@ def _layers_of(optimizer: Any) -> Iterator[Any]:
     """The layers in FP8 whose scales an optimizer's step sets: those it trains, and those that nothing trains."""
     held = {id(each) for group in optimizer.param_groups for each in group["params"]} if layers else ()
     for layer in [*layers]:
-        if layer.scales is not None and ((trained := _trained(layer)) is None or id(trained) in held):
+        has_scales = vars(layer).get("scales") is not None  # `replace` removes scales that it made for a measurement
+        if has_scales and ((trained := _trained(layer)) is None or id(trained) in held):
             yield layer
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import weakref
 from typing import Any
 
@@ -19,6 +20,8 @@ import lt_runtime as lt
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError, KindError, OperandError
 from lt_runtime.torch import fp8
+
+replace_module = importlib.import_module("lt_runtime.torch.replace")  # `ltt.replace` is the function
 
 
 def exact(tensor: Any, scale: float, dtype: Any) -> Any:
@@ -374,6 +377,26 @@ def test_a_replaced_model_computes_in_fp8_until_it_is_restored() -> None:
     ltt.restore(model)
     assert [*model.state_dict()] == keys
     torch.testing.assert_close(model(x), plain, rtol=1e-4, atol=1e-4)
+
+
+def test_a_layer_that_is_slower_in_fp8_trains_by_its_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = []
+
+    def microseconds(function: Any, arguments: Any, leaves: Any) -> float:
+        monkeypatch.setattr(torch.Tensor, "is_cuda", False)  # the call must see tensors on the CPU
+        torch.autograd.grad(function(*arguments).sum(), leaves)
+        times.append(function)
+        return float(len(times))
+
+    monkeypatch.setattr(replace_module, "_microseconds", microseconds)
+    monkeypatch.setattr(replace_module, "check_fp8", lambda _: None)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: torch.enable_grad())
+    model = nn.Sequential(nn.Linear(64, 32))
+    with monkeypatch.context() as pretended:
+        pretended.setattr(torch.Tensor, "is_cuda", True)
+        (entry,) = ltt.replace(model, torch.ones(32, 64), precision="fp8")
+    assert (entry.replaced, entry.reason) == (False, "slower")
+    trained(model, 2, optimizer=torch.optim.SGD(model.parameters(), 0.1))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
