@@ -209,7 +209,9 @@ def update_scales(optimizer: Any) -> None:
             state.update_scales(placed_here, skipped=placed([flags])[0], stream=stream)
 
 
+@torch._disable_dynamo  # type: ignore[untyped-decorator]
 def _after_step(optimizer: Any, *_: Any) -> None:
+    """Sets scales, hidden from the compilation of an optimizer's step, which cannot trace the package's calls."""
     if not hasattr(optimizer, "is_recorded"):  # `AdamW` sets the scales before it writes the weights
         update_scales(optimizer)
 

@@ -429,6 +429,21 @@ def test_compiled_models_call_layers_in_fp8() -> None:
     assert layer.scales.calibrated == {0, 1}
 
 
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own warnings about the compilation of an optimizer
+def test_a_compiled_step_of_an_optimizer_sets_the_scales() -> None:
+    histories = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        layer = ltt.Linear(64, 32, precision="fp8")
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        step = torch.compile(lambda each=optimizer: each.step(), backend="eager") if compiles else optimizer.step
+        for x in torch.randn(3, 32, 64):
+            layer(x).sum().backward()
+            step()
+        histories.append(layer.scales.state_dict()["history"])
+    assert np.array_equal(*histories)
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_code_compiled_before_a_model_was_in_fp8_does_not_run_it() -> None:
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)), torch.randn(32, 64)
