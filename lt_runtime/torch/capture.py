@@ -44,7 +44,7 @@ _MOST_COMPILING: Final = 16
 """Most eager calls of a shape after its `warm_up` calls: the step runs eagerly as long as torch.compile compiles."""
 _one_at_a_time: Final = threading.Lock()
 _is_inner: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_inner_step", default=False)
-"""Whether the calling thread runs the step of a `CapturedStep`; captured steps that it calls then just run."""
+"""Whether the calling thread runs the step of a `CapturedStep`: captured steps that it calls are a part of this one."""
 
 
 def capture(
@@ -277,7 +277,8 @@ class _Optimizers:
     """The optimizers that a step has run eagerly, with what its graphs hold of them.
 
     Attributes:
-        _found: the optimizers, each with its state and the result of `_form_of`, after the first eager step of each.
+        _found: the optimizers, each with its state and the result of `_form_of` after the first eager call that ran it.
+            The reference to the state keeps another dict from getting the same id.
         _numbers: the options that the graphs hold as numbers, by optimizer, and then by index of the group and name.
     """
 
@@ -309,7 +310,7 @@ class _Optimizers:
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
-        """A `with` block for a capture: `followed`. It refuses the first step of an optimizer by a `CaptureError`."""
+        """Within a `with` block for a capture, see `followed`, the first step of an optimizer raises `CaptureError`."""
 
         def check(optimizer: Any, *_: Any) -> None:
             if optimizer not in self._found:
@@ -323,7 +324,7 @@ class _Optimizers:
             yield
 
     def have_changed(self) -> bool:
-        """Whether parameters or the state of an optimizer are others than after its first eager step."""
+        """Whether `_form_of` of an optimizer has changed since the first eager call that ran it."""
         return any(_form_of(optimizer) != form for optimizer, (_, form) in self._found.items())
 
     @property

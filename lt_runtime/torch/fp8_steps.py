@@ -79,7 +79,7 @@ def _version(layer: Any) -> tuple[int, ...]:
 def _weight_of(layer: Any) -> Tensor:
     """A layer's weight; None if each call computes the weight from other parameters, as with parametrizations.
 
-    The attribute `weight` would compute it here again, and some parametrizations count their calls.
+    Reading the attribute `weight` would compute it once more, with which some parametrizations change.
     """
     return layer._parameters.get("weight")
 
