@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import itertools
 import weakref
 from typing import Any
 
@@ -380,19 +381,19 @@ def test_a_replaced_model_computes_in_fp8_until_it_is_restored() -> None:
 
 
 def test_a_layer_that_is_slower_in_fp8_trains_by_its_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = []
+    times = itertools.count(1.0)
 
     def microseconds(function: Any, arguments: Any, leaves: Any) -> float:
-        monkeypatch.setattr(torch.Tensor, "is_cuda", False)  # the call must see tensors on the CPU
-        torch.autograd.grad(function(*arguments).sum(), leaves)
-        times.append(function)
-        return float(len(times))
+        with pytest.MonkeyPatch.context() as real:
+            real.delattr(torch.Tensor, "is_cuda")  # the call must see tensors on the CPU
+            torch.autograd.grad(function(*arguments).sum(), leaves)
+        return next(times)
 
     monkeypatch.setattr(replace_module, "_microseconds", microseconds)
     monkeypatch.setattr(replace_module, "check_fp8", lambda _: None)
     monkeypatch.setattr(torch.random, "fork_rng", lambda **_: torch.enable_grad())
     model = nn.Sequential(nn.Linear(64, 32))
-    with monkeypatch.context() as pretended:
+    with pytest.MonkeyPatch.context() as pretended:
         pretended.setattr(torch.Tensor, "is_cuda", True)
         (entry,) = ltt.replace(model, torch.ones(32, 64), precision="fp8")
     assert (entry.replaced, entry.reason) == (False, "slower")
