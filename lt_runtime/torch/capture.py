@@ -9,8 +9,8 @@ import sys
 import threading
 import traceback
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -24,7 +24,7 @@ from lt_runtime.arguments import Uncopied, flag, integer, shown
 from lt_runtime.errors import ArgumentError, CaptureError, KindError, LayoutError, LtError, OperandError
 from lt_runtime.gpu.graphs import no_collection
 from lt_runtime.nn.run import Met
-from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning
+from lt_runtime.ops.first_use import before_first_step, is_step_tuned, not_tuning, within
 from lt_runtime.torch.fp8_steps import followed
 from lt_runtime.torch.tensors import Tensor
 
@@ -43,6 +43,8 @@ _FOLLOWED: Final = {"lr", "weight_decay"}
 _MOST_COMPILING: Final = 16
 """Most eager calls of a shape after its `warm_up` calls: the step runs eagerly as long as torch.compile compiles."""
 _one_at_a_time: Final = threading.Lock()
+_is_inner: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_inner_step", default=False)
+"""Whether the calling thread runs the step of a `CapturedStep`: captured steps that it calls are a part of this one."""
 
 
 def capture(
@@ -63,8 +65,9 @@ def capture(
     A step that adds up gradients over several calls must zero them by `zero_grad(set_to_none=False)`. In other steps
     `.grad` is undefined after a call.
 
-    Parameters may be written between calls. After `load_state_dict` of an optimizer, or if a parameter was moved, the
-    graphs are captured anew. Without a GPU all calls run eagerly.
+    Parameters may be written between calls. If the state of an optimizer was loaded or replaced, or a parameter that an
+    optimizer holds was moved, frozen or unfrozen, the graphs are captured anew. A captured step that `step` calls runs
+    as a part of it. Without a GPU all calls run eagerly.
 
     Args:
         step: takes a batch; zeroes gradients, and runs forward, backward, optimizer and scheduler. It returns tensors,
@@ -136,7 +139,7 @@ class CapturedStep(Uncopied):
         self._step, self._device, self._tune = step, device, tune
         self._keep, self._warm_up = limits
         self._shapes: collections.OrderedDict[Any, _Shape] = collections.OrderedDict()
-        self._optimizers = _Optimizers(self)
+        self._optimizers = _Optimizers()
         self._stream: Any = None if device is None else torch.cuda.Stream(device)
 
     def __repr__(self) -> str:
@@ -151,10 +154,10 @@ class CapturedStep(Uncopied):
         """Takes one step with a batch; see `capture`."""
         leaves, structure = pytree.tree_flatten(batch)
         key = structure, _forms(leaves, batch)
-        if self._device is None:
+        if self._device is None or _is_inner.get():
             return self._results(self._step(*batch))
         with torch.cuda.device(self._device):
-            if self._optimizers.have_moved():
+            if self._optimizers.have_changed():
                 self.forget()
             shape = self._shapes.get(key) or self._new_shape(key, leaves)
             self._shapes.move_to_end(key)
@@ -172,7 +175,7 @@ class CapturedStep(Uncopied):
     def forget(self) -> None:
         """Drops all graphs. Call it after a change that they do not follow, such as `model.eval()`."""
         self._shapes.clear()
-        self._optimizers.numbers.clear()
+        self._optimizers = _Optimizers()
 
     def _new_shape(self, key: Any, leaves: list[Tensor]) -> _Shape:
         while len(self._shapes) >= self._keep:
@@ -184,7 +187,7 @@ class CapturedStep(Uncopied):
         """Makes an eager call, on the stream of the captures, because the package's workspace belongs to a stream."""
         tunes = (not shape.calls or shape.compilations is None) and is_step_tuned(self._tune)
         shape.compilations = _compilations()
-        with self._beside(), self._optimizers.watched(), not_tuning(), Met(all_threads=True) as met:
+        with self._beside(), self._optimizers.noted(), not_tuning(), Met(all_threads=True) as met:
             made = self._step(*arguments)
         results = self._results(made)
         del made  # deleting the result also frees autograd's graph of the step
@@ -206,6 +209,7 @@ class CapturedStep(Uncopied):
 
     def _capture(self, shape: _Shape, arguments: Any) -> None:
         graph, schedules = torch.cuda.CUDAGraph(), list[Callable[[], Any]]()
+        self._optimizers.hold_numbers()
         self._optimizers.prepare()
         # Graphs share a memory pool, because only one runs at a time. A pool whose graphs were all freed is unusable.
         pool = next((each.graph.pool() for each in self._shapes.values() if each.graph is not None), None)
@@ -214,8 +218,8 @@ class CapturedStep(Uncopied):
         capturing = torch.cuda.graph(graph, pool, self._stream, "thread_local")
         compilations = _compilations()
         try:
-            follows = followed(self._optimizers.followed)
-            with _one_at_a_time, self._beside(), _schedules_noted(schedules), no_collection(), capturing, follows:
+            optimizers = self._optimizers.captured()
+            with _one_at_a_time, self._beside(), _schedules_noted(schedules), no_collection(), capturing, optimizers:
                 outputs = self._step(*arguments)
         except Exception as error:
             _forget_failed(graph, self._stream)
@@ -226,11 +230,11 @@ class CapturedStep(Uncopied):
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """Makes the capture stream current and orders it with the caller's stream; see also `_no_needless_masks`."""
+        """Runs a step on the capture stream, ordered with the caller's stream; see also `_no_needless_masks`."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:
-            with torch.cuda.stream(self._stream), _no_needless_masks():
+            with torch.cuda.stream(self._stream), within(_is_inner), _no_needless_masks():
                 yield
         finally:
             current.wait_stream(self._stream)
@@ -270,49 +274,73 @@ def _forget_failed(graph: Any, stream: Any) -> None:
 
 
 class _Optimizers:
-    """The optimizers that a step runs, with the addresses of parameters and the numbers that its graphs hold.
+    """The optimizers that a step has run eagerly, with what its graphs hold of them.
 
     Attributes:
-        numbers: the options that the graphs hold as numbers, by optimizer, index of the group, and name.
+        _found: the optimizers, each with its state and the result of `_form_of` after the first eager call that ran it.
+            The reference to the state keeps another dict from getting the same id.
+        _numbers: the options that the graphs hold as numbers, by optimizer, and then by index of the group and name.
     """
 
-    def __init__(self, owner: CapturedStep) -> None:
-        self._forget = weakref.WeakMethod(owner.forget)
-        self._found: list[Any] = []
-        self._addresses: list[int] = []
-        self.numbers: dict[tuple[Any, int, str], Any] = {}
+    def __init__(self) -> None:
+        self._found: dict[Any, tuple[Any, list[int]]] = {}
+        self._numbers: dict[Any, dict[tuple[int, str], Any]] = {}
 
     @contextlib.contextmanager
-    def watched(self) -> Iterator[None]:
-        """Within a `with` block, notes which optimizers take a step."""
-        with register_optimizer_step_pre_hook(lambda optimizer, *_: self._note(optimizer)):
+    def noted(self) -> Iterator[None]:
+        """Notes the optimizers that take their first step within a `with` block.
+
+        A step raises `ArgumentError` if its optimizer cannot be captured.
+        """
+        new: list[Any] = []
+
+        def note(optimizer: Any, *_: Any) -> None:
+            for i, group in enumerate(optimizer.param_groups):
+                if not group.get("capturable", True) and not hasattr(optimizer, "apply_settings"):
+                    found = f"param_groups[{i}] of {type(optimizer).__name__} has capturable=False"
+                    raise ArgumentError(f"{found}; make it with capturable=True, or use lt_runtime.torch.AdamW")
+            new.append(optimizer)
+
+        try:
+            with register_optimizer_step_pre_hook(note):
+                yield
+        finally:
+            for each in new:
+                self._found.setdefault(each, (each.state, _form_of(each)))
+
+    @contextlib.contextmanager
+    def captured(self) -> Iterator[None]:
+        """Within a `with` block for a capture, see `followed`, the first step of an optimizer raises `CaptureError`."""
+
+        def check(optimizer: Any, *_: Any) -> None:
+            if optimizer not in self._found:
+                found = f"{type(optimizer).__name__} takes its first step in the capture"
+                raise CaptureError(
+                    f"{found}, and each launch of the graph would make its state anew; let every call of the captured "
+                    "step run it, or raise warm_up until an eager call has run it"
+                )
+
+        with register_optimizer_step_pre_hook(check), followed(self.followed):
             yield
-        self._addresses = self._present_addresses()
 
-    def _note(self, optimizer: Any) -> None:
-        """Notes an optimizer before its step, and raises `ArgumentError` if it cannot be captured."""
-        if any(each is optimizer for each in self._found):
-            return
-        for i, group in enumerate(optimizer.param_groups):
-            if not group.get("capturable", True) and not hasattr(optimizer, "apply_settings"):
-                found = f"param_groups[{i}] of {type(optimizer).__name__} has capturable=False"
-                raise ArgumentError(f"{found}; make it with capturable=True, or use lt_runtime.torch.AdamW")
-        self._found.append(optimizer)
-        forget = self._forget
-        optimizer.register_load_state_dict_post_hook(lambda _: (forget() or list)())
-
-    def _present_addresses(self) -> list[int]:
-        groups = [group for optimizer in self._found for group in optimizer.param_groups]
-        return [getattr(each, "_local_tensor", each).data_ptr() for group in groups for each in group["params"]]
-
-    def have_moved(self) -> bool:
-        """Whether a parameter has another address than in the last eager call, or parameters were added."""
-        return self._present_addresses() != self._addresses
+    def have_changed(self) -> bool:
+        """Whether `_form_of` of an optimizer has changed since the first eager call that ran it."""
+        return any(_form_of(optimizer) != form for optimizer, (_, form) in self._found.items())
 
     @property
     def followed(self) -> list[Any]:
         """The optimizers whose `apply_settings` is called before each launch."""
         return [each for each in self._found if hasattr(each, "apply_settings")]
+
+    def hold_numbers(self) -> None:
+        """Notes, before a capture, the numbers that its graph will hold."""
+        for optimizer in self._found.keys() - self._numbers.keys():
+            self._numbers[optimizer] = {
+                (i, name): group.get(name)
+                for i, group in enumerate(optimizer.param_groups)
+                for name in {*optimizer.defaults, "max_norm"} - (_FOLLOWED if optimizer in self.followed else set())
+                if not isinstance(group.get(name), torch.Tensor)
+            }
 
     def prepare(self) -> None:
         """Prepares a capture or a launch: writes changed options of optimizers that have `apply_settings` to the GPU.
@@ -320,24 +348,32 @@ class _Optimizers:
         Raises:
             ArgumentError: an option that the graphs hold as a number was changed since the first capture.
         """
-        if not self.numbers:
-            self.numbers = {
-                (optimizer, i, name): group.get(name)
-                for optimizer in self._found
-                for i, group in enumerate(optimizer.param_groups)
-                for name in {*optimizer.defaults, "max_norm"} - (_FOLLOWED if optimizer in self.followed else set())
-                if not isinstance(group.get(name), torch.Tensor)
-            }
-        for (optimizer, i, name), old in self.numbers.items():
-            new = optimizer.param_groups[i].get(name)
-            if new is not old and (isinstance(new, torch.Tensor) or new != old):
-                found = f"{name} of param_groups[{i}] of {type(optimizer).__name__} has changed from {shown(old)}"
-                raise ArgumentError(
-                    f"{found}, which a graph holds as a number; make it a tensor on the GPU, use "
-                    "lt_runtime.torch.AdamW, or call forget() after the change"
-                )
+        for optimizer, numbers in self._numbers.items():
+            for (i, name), old in numbers.items():
+                new = optimizer.param_groups[i].get(name)
+                if new is not old and (isinstance(new, torch.Tensor) or new != old):
+                    found = f"{name} of param_groups[{i}] of {type(optimizer).__name__} has changed from {shown(old)}"
+                    raise ArgumentError(
+                        f"{found}, which a graph holds as a number; make it a tensor on the GPU, use "
+                        "lt_runtime.torch.AdamW, or call forget() after the change"
+                    )
         for each in self.followed:
             each.apply_settings()
+
+
+def _form_of(optimizer: Any) -> list[int]:
+    """Numbers that change if an optimizer's state is replaced, or a parameter is added, moved, frozen or unfrozen.
+
+    The address of a frozen parameter becomes negative.
+    """
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    # The numbers are compared before each launch, where calls of `local` would take too long.
+    addresses = [
+        address if each.requires_grad else -address
+        for each in parameters
+        for address in [getattr(each, "_local_tensor", each).data_ptr()]
+    ]
+    return [id(optimizer.state), len(optimizer.state), *addresses]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from lt_runtime.arrays.operand import HOST, device_of
-from lt_runtime.errors import LtError
+from lt_runtime.errors import DeviceError, LtError
 from lt_runtime.fp8 import FP8
 from lt_runtime.nn.linear import scales_of
 from lt_runtime.ops._gated import GatedContext
@@ -51,6 +51,8 @@ def set_precision(layer: Any, precision: Precision) -> None:
     scales, is_first = scales_of(precision), "scales" not in vars(layer)
     layer.scales = scales
     if is_first:
+        # torch.distributed.checkpoint looks up each key of a state_dict as an attribute, and ignores its value.
+        vars(layer).update(dict.fromkeys(_ENTRIES.values()))
         layer.register_state_dict_post_hook(_save)
         layer.register_load_state_dict_pre_hook(_load)
 
@@ -94,6 +96,12 @@ def _with_scales(
     # Meta and fake tensors hold no values; the operator refuses sparse ones.
     if not (trains and is_eager((x, add, *parameters)) and x.layout is torch.strided):
         return linear_layers(x, parameters, options, add, operator)
+    scaled = [each for each in layers if vars(each).get("scales") is not None]
+    if x.dtype is torch.float64:
+        for each in scaled:
+            each.scales.fallback = "float64 is not cast to FP8"
+        return linear_layers(x, parameters, options, add, operator)
+    fp8_steps.layers.update(scaled)
     return (_gated_at_once if operator is GATED else _in_parts)(layers, x, parameters, options, add)
 
 
@@ -101,7 +109,6 @@ def _in_parts(layers: Sequence[Any], x: Tensor, parameters: Tensors, options: Op
     """Divides the layers into runs of layers that are all in FP8 or all not, and computes each run by one operator."""
     states = [vars(each).get("scales") for each in layers]
     _set_needs(states, x.requires_grad, parameters)
-    fp8_steps.layers.update([each for each, state in zip(layers, states, strict=True) if state is not None])
     given = zip(states, parameters[::2], parameters[1::2], map(Activation.of, *options[:2]), strict=True)
     _choose(x, [Candidate.of(*each, "float32") for each in given])
     end = 0
@@ -141,7 +148,6 @@ def _gated_at_once(layers: Sequence[Any], x: Tensor, parameters: Tensors, option
     weights, biases = parameters[::2], parameters[1::2]
     if not (fits(x, weights[0]) and fits(weights[0], weights[2])):
         return linear_layers(x, parameters, options, add, GATED)
-    fp8_steps.layers.update(layers)
     needs_dx = x.requires_grad, x.requires_grad, True
     for each, weight, bias, needed in zip(layers, weights, biases, needs_dx, strict=True):
         each.scales.needs_dx, each.scales.needs_dw = needed, weight.requires_grad
@@ -158,6 +164,11 @@ def _call(function: Any, of: Operator, layers: Sequence[Any], options: Options, 
     try:
         with torch.cuda.device_of(x):
             for each in layers:
+                if "_is_replica" in vars(each):
+                    raise DeviceError(
+                        "a layer in FP8 runs in torch.nn.DataParallel, whose copies of the layer on several GPUs would "
+                        "share its scales; use torch.nn.parallel.DistributedDataParallel"
+                    )
                 _follow(each.scales, weights[0])
             fp8_steps.read_copies(layers, weights)
             return function([each.scales for each in layers], options, *operands)
@@ -292,6 +303,7 @@ def _follow(scales: FP8State, weight: Tensor) -> None:
     """Moves a layer's scales, if they have been made, to the device of its weight."""
     if scales.slots is None or device_of("scales", scales.slots) == weight.get_device():
         return
+    _wait_for(scales)
     state = scales.state_dict()
     scales.slots = scales.history = None
     scales.load_state_dict(state, like=placed([weight])[0])

@@ -49,7 +49,7 @@ class WeightCopy:
 
     def suits(self, layer: Any) -> bool:
         """Whether the optimizer exists, and the layer has the same scales and a weight of the same shape and device."""
-        matrix, slots = _matrix(layer.weight), getattr(layer.scales, "slots", None)
+        matrix, slots = _matrix(_weight_of(layer)), getattr(layer.scales, "slots", None)
         is_alike = matrix is not None and (matrix.shape, matrix.device) == (self.out.shape, self.out.device)
         return is_alike and slots is self._slots and self.owner() is not None
 
@@ -76,8 +76,16 @@ def _version(layer: Any) -> tuple[int, ...]:
     return layer.weight._version, layer.weight.data_ptr(), layer.scales.changes
 
 
+def _weight_of(layer: Any) -> Tensor:
+    """A layer's weight; None if each call computes the weight from other parameters, as with parametrizations.
+
+    Reading the attribute `weight` would compute it once more, with which some parametrizations change.
+    """
+    return layer._parameters.get("weight")
+
+
 def _matrix(weight: Tensor) -> Tensor:
-    """A weight, or its transposed view, whichever is row-major; None for a `DTensor` and for other layouts."""
+    """A weight, or its transposed view, whichever is row-major; None for None, a `DTensor` and other layouts."""
     if not isinstance(weight, torch.nn.Parameter) or local(weight) is not weight or weight.dim() != 2:
         return None
     return next((each for each in (weight, weight.t()) if each.is_contiguous()), None)
@@ -97,9 +105,11 @@ def read_copies(called: Sequence[Any], weights: Sequence[Tensor]) -> None:
     its launches.
     """
     for layer, weight in zip(called, weights, strict=True):
-        copy, own = _copies.get(layer), layer.weight
-        is_own = weight.data_ptr() == own.data_ptr() and weight.dtype == own.dtype  # autocast gives another tensor
-        if copy is None or not (is_own and copy.suits(layer)):
+        copy = _copies.get(layer)
+        if copy is None or not copy.suits(layer):
+            continue
+        own = _weight_of(layer)
+        if weight.data_ptr() != own.data_ptr() or weight.dtype != own.dtype:  # autocast gives another tensor
             continue
         if copy.owner() in _followed or not is_capturing(weight):
             copy.renew(layer)
@@ -149,8 +159,8 @@ def copies_for(optimizer: Any, *, captures: bool, is_fixed: bool) -> list[tuple[
         return []
     taken = {id(layer.weight) for layer, _ in _present()}
     for layer in () if is_fixed else _layers_of(optimizer):
-        weight = layer.weight
-        if id(weight) in taken or weight.grad is None or (matrix := _matrix(weight)) is None:
+        weight = _weight_of(layer)
+        if id(weight) in taken or (matrix := _matrix(weight)) is None or weight.grad is None:
             continue
         arrays = [weight, *[each for each in optimizer.state.get(weight, {}).values() if each.dim()]]
         was_suited = layer.scales.is_written
@@ -165,10 +175,19 @@ def _layers_of(optimizer: Any) -> Iterator[Any]:
     """The layers in FP8 whose scales an optimizer's step sets: those it trains, and those that nothing trains."""
     held = {id(each) for group in optimizer.param_groups for each in group["params"]} if layers else ()
     for layer in [*layers]:
-        trained = [id(each) for each in (layer.weight, layer.bias) if each is not None and each.requires_grad]
-        scales: FP8State | None = layer.scales
-        if scales is not None and (not trained or trained[0] in held):
+        has_scales = vars(layer).get("scales") is not None  # `replace` removes scales that it made for a measurement
+        if has_scales and ((trained := _trained(layer)) is None or id(trained) in held):
             yield layer
+
+
+def _trained(layer: Any) -> Tensor:
+    """The parameter whose optimizer sets a layer's scales; None if no parameter of the layer is trained.
+
+    It is the weight, or the first trained one of the parameters that the weight is computed from, otherwise the bias.
+    """
+    weight, bias = _weight_of(layer), layer._parameters.get("bias")
+    given = (weight, bias) if weight is not None else sorted(layer.parameters(), key=lambda each: each is bias)
+    return next((each for each in given if each is not None and each.requires_grad), None)
 
 
 def update_scales(optimizer: Any) -> None:
@@ -190,7 +209,9 @@ def update_scales(optimizer: Any) -> None:
             state.update_scales(placed_here, skipped=placed([flags])[0], stream=stream)
 
 
+@torch._disable_dynamo  # type: ignore[untyped-decorator]
 def _after_step(optimizer: Any, *_: Any) -> None:
+    """Sets scales, hidden from the compilation of an optimizer's step, which cannot trace the package's calls."""
     if not hasattr(optimizer, "is_recorded"):  # `AdamW` sets the scales before it writes the weights
         update_scales(optimizer)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lt_runtime.arguments import check_instance
 from lt_runtime.nn.run import Met
 from lt_runtime.ops import tuning
 from lt_runtime.ops.first_use import not_tuning
+from lt_runtime.ops.fp8.state import FP8State
 from lt_runtime.tuner.chain import Tunable
 from lt_runtime.tuner.report import TuningReport
 
@@ -21,9 +22,9 @@ def tune(model: Any, *example_inputs: Any, progress: bool = True, **keywords: An
     """Measures how the package's layers in a model run fastest, and stores the results in the plan cache.
 
     The model runs forward and backward once, in its present mode (train or eval), and computes the gradients that its
-    parameters require now. Its parameters, buffers and gradients, and PyTorch's generators, stay as they are. Problems
-    in the plan cache are not measured again. `ltt.capture` does the same in the first call of each shape. See `lt.tune`
-    for what other threads must not do meanwhile.
+    parameters require now. Its parameters, buffers, gradients and FP8 scales, and PyTorch's generators, stay as they
+    are. Problems in the plan cache are not measured again. `ltt.capture` does the same in the first call of each shape.
+    See `lt.tune` for what other threads must not do meanwhile.
 
     Args:
         model: a `torch.nn.Module` on a GPU, such as one that `ltt.replace` has changed.
@@ -54,6 +55,10 @@ class _Model:
     def rehearse(self, x: tuple[Any, ...]) -> list[Tunable]:
         """Runs the model forward and backward; returns the layers and products that ran."""
         with torch.random.fork_rng(devices=[self.device]), contextlib.ExitStack() as restored:
+            for module in self._model.modules():
+                restored.callback(module._buffers.update, {**module._buffers})
+                if isinstance(scales := vars(module).get("scales"), FP8State):
+                    restored.enter_context(_unchanged(scales))
             for each in self._model.buffers():
                 restored.callback(each.copy_, each.clone())
             with torch.cuda.device(self.device), torch.enable_grad(), not_tuning(), Met(all_threads=True) as met:
@@ -67,3 +72,19 @@ class _Model:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()  # frees memory for the tuner, which does not use PyTorch's allocator
         return met.to_tune()
+
+
+@contextlib.contextmanager
+def _unchanged(scales: FP8State) -> Iterator[None]:
+    """Restores a layer's FP8 state after a `with` block, because the gradients within it are not those of training."""
+    fields = {**vars(scales), "calibrated": {*scales.calibrated}}
+    # PyTorch copies the arrays, so that its current stream orders the copies with the calls of the layer.
+    arrays = [] if scales.slots is None else [torch.as_tensor(each) for each in (scales.slots, scales.history)]
+    values = [each.clone() for each in arrays]
+    try:
+        yield
+    finally:
+        for array, value in zip(arrays, values, strict=True):
+            array.copy_(value)
+        # A new number of changes makes copies of the weight in FP8 stale that were made within the block.
+        vars(scales).update(fields, changes=scales.changes + 1)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import importlib
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -115,7 +117,7 @@ class Descent(torch.optim.Optimizer):
         if not torch.utils._python_dispatch._get_current_dispatch_mode():
             self.apply_settings()
         for group in self.param_groups:
-            for each in group["params"]:
+            for each in (each for each in group["params"] if each.grad is not None):
                 state = self.state[each]
                 moment = state.setdefault("moment", torch.zeros_like(each))
                 moment.mul_(group["momentum"]).add_(each.grad)
@@ -205,7 +207,7 @@ def test_the_least_recently_used_shape_is_dropped_and_graphs_share_their_memory(
     assert pools[2:] == [None], "the pool of graphs that are gone was used"
 
 
-@pytest.mark.parametrize("change", ["load_state_dict", "moved", "forget"])
+@pytest.mark.parametrize("change", ["load_state_dict", "state", "moved", "frozen", "forget"])
 def test_graphs_are_captured_anew_after_a_change_that_they_do_not_follow(pools: list[Any], change: str) -> None:
     models = []
     for captures in (False, True):
@@ -215,6 +217,10 @@ def test_graphs_are_captured_anew_after_a_change_that_they_do_not_follow(pools: 
         for seed in range(8):
             if seed == 4 and change == "load_state_dict":
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            elif seed == 4 and change == "state":
+                optimizer.state.clear()
+            elif seed == 4 and change == "frozen":
+                model[0].weight.requires_grad_(False)
             elif seed == 4 and change == "moved":
                 model[0].weight.data = model[0].weight.data.clone()
             elif seed == 4:
@@ -297,6 +303,95 @@ def test_options_that_a_graph_holds_as_numbers_must_stay(pools: list[Any]) -> No
         run(batch_of(5))
     run.forget()
     run(batch_of(6))
+
+
+def test_the_options_of_an_optimizer_that_came_later_must_stay_too(pools: list[Any]) -> None:
+    weights = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    optimizers = [Descent([each], 0.1) for each in weights]
+
+    def step(x: Any) -> None:
+        of_shape = len(x) - 3  # the second optimizer is for batches of 4 rows
+        optimizers[of_shape].zero_grad(set_to_none=False)
+        (weights[of_shape] * x.sum()).sum().backward()
+        optimizers[of_shape].step()
+
+    run = ltt.capture(step, warm_up=1)
+    for rows in (3, 3, 4, 4):
+        run(torch.ones(rows))
+    optimizers[1].param_groups[0]["momentum"] = 0.9
+    with pytest.raises(ArgumentError, match=r"momentum of param_groups\[0\] of Descent has changed from 0.5"):
+        run(torch.ones(4))
+
+
+def test_forget_forgets_optimizers(pools: list[Any]) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    used = [Descent([weight], 0.1)]
+
+    def step(x: Any) -> None:
+        used[0].zero_grad(set_to_none=False)
+        (weight * x).sum().backward()
+        used[0].step()
+
+    run = ltt.capture(step, warm_up=1)
+    for _ in range(2):
+        run(torch.ones(3))
+    former, used[0] = weakref.ref(used[0]), Descent([weight], 0.2)
+    run.forget()
+    gc.collect()
+    assert former() is None
+    for _ in range(3):
+        run(torch.ones(3))
+    assert run.graphs == 1
+
+
+def test_the_first_step_of_an_optimizer_is_not_captured(pools: list[Any]) -> None:
+    weight = torch.ones(3, requires_grad=True)
+    optimizer, calls = torch.optim.SGD([weight], 0.1, momentum=0.5), iter(range(9))
+
+    def step(x: Any) -> None:
+        (weight * x).sum().backward()
+        if next(calls) == 2:
+            optimizer.step()
+
+    run = ltt.capture(step)
+    for _ in range(2):
+        run(torch.ones(3))
+    with pytest.raises(CaptureError, match=r"optimizer.step\(\)\): SGD takes its first step in the capture"):
+        run(torch.ones(3))
+
+
+def test_a_captured_step_runs_as_a_part_of_the_step_that_calls_it(pools: list[Any]) -> None:
+    weights = []
+    for captures in (False, True):
+        model, _, step = training()
+        inner = ltt.capture(step, warm_up=1) if captures else step
+
+        def outer(batch: Any, inner: Any = inner) -> Any:
+            return inner(batch)["loss"] + inner(batch)["loss"]
+
+        run = ltt.capture(outer) if captures else outer
+        torch.manual_seed(1)
+        for seed in range(5):
+            run(batch_of(seed))
+        weights.append(model)
+    assert_same(*weights)
+    assert (run.graphs, inner.graphs, len(pools)) == (1, 0, 1)
+
+
+def test_after_an_error_in_a_step_its_graphs_can_be_launched(pools: list[Any]) -> None:
+    models = []
+    for captures in (False, True):
+        model, _, step = training()
+        run = ltt.capture(step, warm_up=1) if captures else step
+        torch.manual_seed(1)
+        for seed in range(6):
+            if seed == 4:
+                with pytest.raises(IndexError):
+                    run({"x": torch.ones(4, 6), "more": (torch.full((4,), 3), None)})
+            run(batch_of(seed))
+        models.append(model)
+    assert_same(*models)
+    assert len(pools) == 1
 
 
 def test_an_optimizer_that_cannot_be_captured_is_refused_before_it_writes(pools: list[Any]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib
+import itertools
 import weakref
 from typing import Any
 
@@ -12,12 +14,15 @@ torch = pytest.importorskip("torch")
 
 import numpy as np
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.utils.checkpoint import checkpoint
 
 import lt_runtime as lt
 import lt_runtime.torch as ltt
 from lt_runtime.errors import ArgumentError, KindError, OperandError
 from lt_runtime.torch import fp8
+
+replace_module = importlib.import_module("lt_runtime.torch.replace")  # `ltt.replace` is the function
 
 
 def exact(tensor: Any, scale: float, dtype: Any) -> Any:
@@ -126,6 +131,18 @@ def test_layers_that_would_be_slower_have_the_results_of_their_own_type(
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
+def test_float64_stays_in_its_own_type() -> None:
+    x, results = torch.randn(32, 64, dtype=torch.float64), []
+    for precision in ("fp8", None):
+        torch.manual_seed(0)
+        layer = ltt.Linear(64, 32, precision=precision, dtype=torch.float64)
+        y = layer(x)
+        y.sum().backward()
+        results.append((y, layer.weight.grad))
+        assert precision is None or layer.scales.fallback == "float64 is not cast to FP8"
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
 def test_scales_are_updated_once_a_step_by_all_its_batches() -> None:
     layer = ltt.Linear(64, 32, precision=lt.FP8(history=4))
     optimizer = trained(layer, 1)
@@ -153,6 +170,23 @@ def test_scales_follow_the_optimizer_that_trains_the_layer(trains: str, holds: s
     before, other.grad = layer.scales.state_dict()["history"], torch.ones(2)
     torch.optim.SGD([other, *[getattr(layer, name) for name in holds.split()]], lr=0.1).step()
     assert np.array_equal(layer.scales.state_dict()["history"], before) != follows
+
+
+@pytest.mark.parametrize("kind", [ltt.AdamW, torch.optim.SGD])
+def test_scales_follow_a_weight_that_each_call_computes(kind: Any) -> None:
+    """The weight is computed by calls only, because some parametrizations change with each computation."""
+    made = list[float]()
+
+    class Halved(nn.Module):
+        def forward(self, weight: Any) -> Any:
+            made.append(weight.detach().abs().max().item() / 2)
+            return weight / 2
+
+    layer = ltt.Linear(64, 32, precision=lt.FP8(history=4))
+    nn.utils.parametrize.register_parametrization(layer, "weight", Halved())
+    made.clear()
+    trained(layer, 3, optimizer=kind(layer.parameters(), lr=0.1))
+    assert [*layer.scales.state_dict()["history"][1]] == [*reversed(made), made[0]]
 
 
 def test_a_step_that_a_grad_scaler_skips_leaves_the_scales() -> None:
@@ -193,6 +227,14 @@ def test_checkpoints_load_with_and_without_fp8() -> None:
     assert scaled[0].scales.scales == before
     with pytest.raises(RuntimeError, match=r"0\.scales: state\['history'\] has shape \(3, 16\)"):
         ltt.MLP([64, 32, 16], precision=lt.FP8(history=4)).load_state_dict(scaled.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's checkpoint functions warn of a process group that is missing
+def test_scales_pass_through_distributed_checkpoints() -> None:
+    model, loaded = (ltt.MLP([64, 32, 16], precision="fp8") for _ in range(2))
+    trained(model, 1)
+    set_model_state_dict(loaded, get_model_state_dict(model))
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_copies_have_scales_of_their_own() -> None:
@@ -338,6 +380,26 @@ def test_a_replaced_model_computes_in_fp8_until_it_is_restored() -> None:
     torch.testing.assert_close(model(x), plain, rtol=1e-4, atol=1e-4)
 
 
+def test_a_layer_that_is_slower_in_fp8_trains_by_its_own_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = itertools.count(1.0)
+
+    def microseconds(function: Any, arguments: Any, leaves: Any) -> float:
+        with pytest.MonkeyPatch.context() as real:
+            real.delattr(torch.Tensor, "is_cuda")  # the call must see tensors on the CPU
+            torch.autograd.grad(function(*arguments).sum(), leaves)
+        return next(times)
+
+    monkeypatch.setattr(replace_module, "_microseconds", microseconds)
+    monkeypatch.setattr(replace_module, "check_fp8", lambda _: None)
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **_: torch.enable_grad())
+    model = nn.Sequential(nn.Linear(64, 32))
+    with pytest.MonkeyPatch.context() as pretended:
+        pretended.setattr(torch.Tensor, "is_cuda", True)
+        (entry,) = ltt.replace(model, torch.ones(32, 64), precision="fp8")
+    assert (entry.replaced, entry.reason) == (False, "slower")
+    trained(model, 2, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+
+
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_replaced_transformer_trains_in_fp8(name: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -366,6 +428,21 @@ def test_compiled_models_call_layers_in_fp8() -> None:
     compiled(x)  # the first call computes the scales
     assert torch.equal(compiled(x), 2 * layer(2 * x))
     assert layer.scales.calibrated == {0, 1}
+
+
+@pytest.mark.filterwarnings("ignore")  # PyTorch's own warnings about the compilation of an optimizer
+def test_a_compiled_step_of_an_optimizer_sets_the_scales() -> None:
+    histories = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        layer = ltt.Linear(64, 32, precision="fp8")
+        optimizer = torch.optim.SGD(layer.parameters(), 0.1)
+        step = torch.compile(lambda each=optimizer: each.step(), backend="eager") if compiles else optimizer.step
+        for x in torch.randn(3, 32, 64):
+            layer(x).sum().backward()
+            step()
+        histories.append(layer.scales.state_dict()["history"])
+    assert np.array_equal(*histories)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
@@ -404,6 +481,10 @@ def test_other_precisions_are_refused(make: Any, precision: Any, error: Any) -> 
 
 def test_errors_name_the_operands() -> None:
     layer = ltt.Linear(64, 32, precision="fp8")
+    replica = layer._replicate_for_data_parallel()
+    replica.weight, replica.bias = layer.weight, layer.bias
+    with pytest.raises(OperandError, match=r"runs in torch\.nn\.DataParallel, .*; use torch\.nn\.parallel"):
+        replica(torch.randn(32, 64))
     with pytest.raises(OperandError, match=r"weight has shape \(32, 64\)"):
         layer(torch.randn(32, 48))
     with pytest.raises(OperandError, match=r"weight is torch.float32 but x is torch.bfloat16"):

@@ -169,6 +169,16 @@ def _freeze(model: Any, optimizer: Any) -> None:
     model[0].weight.grad = None
 
 
+def _parametrize(model: Any, optimizer: Any) -> None:
+    """Lets each call compute the weight as twice the parameter."""
+
+    class Doubled(torch.nn.Module):
+        def forward(self, weight: Any) -> Any:
+            return 2 * weight
+
+    torch.nn.utils.parametrize.register_parametrization(model[0], "weight", Doubled())
+
+
 def _misplace_gradient(model: Any, optimizer: Any) -> None:
     """Lets autograd add up a gradient in memory that the update's kernel for FP8 does not take."""
     weight = model[0].weight
@@ -179,7 +189,7 @@ def _misplace_gradient(model: Any, optimizer: Any) -> None:
     "change",
     [
         _edit, _edit_data, _swap, _load, _load_optimizer, _descend, _scale, _update_scales, _infer, _freeze,
-        _misplace_gradient,
+        _parametrize, _misplace_gradient,
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["GPU"], indirect=True)

@@ -13,6 +13,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn
 
+import lt_runtime as lt
 import lt_runtime.torch as ltt
 from lt_runtime.errors import DeviceError, KindError
 from lt_runtime.ops import tuning as operations
@@ -33,15 +34,21 @@ class Named(nn.Module):
         return {"y": y, "rows": torch.tensor(len(x))}
 
 
-def test_a_model_is_measured_by_what_it_runs_and_stays_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[Any] = []
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Pretends a GPU; the list gets what the tuner is given."""
+    chains: list[Any] = []
     monkeypatch.setattr(operations, "ordinal_of", lambda _: 0)
-    monkeypatch.setattr(operations.search, "tune_chains", lambda chains, *_, **__: given.extend(chains) or iter(()))
+    monkeypatch.setattr(operations.search, "tune_chains", lambda found, *_, **__: chains.extend(found) or iter(()))
     pretended = {"device": lambda _: contextlib.nullcontext(), "synchronize": lambda _: None}
     for name, value in pretended.items():
         monkeypatch.setattr(torch.cuda, name, value)
     fork = torch.random.fork_rng
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: fork([]))
+    return chains
+
+
+def test_a_model_is_measured_by_what_it_runs_and_stays_as_it_was(given: list[Any]) -> None:
     model, x = Named(), torch.ones(3, 8)
     model.layer.weight.grad = gradient = torch.ones(4, 8)
     state, generator = copy.deepcopy(model.state_dict()), torch.get_rng_state()
@@ -56,6 +63,43 @@ def test_a_model_is_measured_by_what_it_runs_and_stays_as_it_was(monkeypatch: py
     assert float(gradient.sum()) == gradient.numel()
     torch.testing.assert_close(dict(model.state_dict()), dict(state), rtol=0, atol=0)
     assert torch.equal(torch.get_rng_state(), generator)
+
+
+class Scaled(nn.Sequential):
+    """Divides by a running mean that each call stores as a new tensor, and may raise after its layers have run."""
+
+    def __init__(self) -> None:
+        super().__init__(ltt.Linear(256, 32, precision=lt.FP8()), ltt.Linear(32, 16, precision=lt.FP8()))
+        self.register_buffer("mean", torch.ones(()))
+        self.scales = 3  # no FP8State
+
+    def forward(self, x: Any, *, raises: bool = False) -> Any:
+        self.mean = 0.9 * self.mean + 0.1 * x.square().mean()
+        y = super().forward(x / self.mean)
+        if raises:
+            raise RuntimeError("the model raises")
+        return y
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("steps", [0, 3])
+def test_training_after_a_measurement_is_as_without(given: list[Any], steps: int, raises: bool) -> None:
+    found = []
+    for tunes in (False, True):
+        torch.manual_seed(0)
+        model = Scaled()
+        optimizer, batches = ltt.AdamW(model.parameters(), lr=1e-2), iter(torch.randn(6, 32, 256))
+        for count in (steps, 3):
+            for _ in range(count):
+                optimizer.zero_grad()
+                model(next(batches)).square().mean().backward()
+                optimizer.step()
+            if tunes and count == steps:
+                with pytest.raises(RuntimeError, match="the model raises") if raises else contextlib.nullcontext():
+                    ltt.tune(model, torch.full((32, 256), 1e6), raises=raises, progress=False)
+                assert all((each.scales.slots is None) == (steps == 0) for each in model)
+        found.append(model.state_dict())
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

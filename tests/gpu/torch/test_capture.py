@@ -153,6 +153,19 @@ def test_a_loaded_state_and_moved_parameters_end_the_graphs() -> None:
     torch.testing.assert_close(*models, rtol=1e-4, atol=2e-4)
 
 
+def test_a_captured_step_may_call_another_one() -> None:
+    models = []
+    for captures in (False, True):
+        model, _, step = training(OPTIMIZERS["ours"][0], schedule=True)
+        inner = ltt.capture(step, tune=False) if captures else step
+        run = ltt.capture(lambda *batch, inner=inner: inner(*batch) * 1, tune=False) if captures else step
+        for seed in range(8):
+            x, target = batch_of(seed)
+            run(x.cuda(), {"labels": target["labels"].cuda()})
+        models.append([each.detach() for each in model.parameters()])
+    torch.testing.assert_close(*models, rtol=1e-4, atol=2e-4)
+
+
 def test_values_written_between_calls_stay() -> None:
     model, _, step = training(
         lambda params: ltt.AdamW(params, 1e-6, masters=True), schedule=False, dtype=torch.bfloat16

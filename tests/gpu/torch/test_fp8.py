@@ -128,6 +128,13 @@ def test_captured_steps_equal_eager_ones(gated: bool) -> None:
     assert all(torch.equal(found[name], each) for name, each in eager.state_dict().items())
 
 
+def test_tuning_leaves_the_scales() -> None:
+    model, _ = trained(lt.FP8(), 3, captured=False)
+    before = model.state_dict()
+    ltt.tune(model, torch.full((512, 256), 1e4, device="cuda", dtype=torch.bfloat16), progress=False)
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
 def test_scales_follow_a_layer_to_its_device() -> None:
     layer = ltt.Linear(64, 32, precision=lt.FP8(), dtype=torch.bfloat16)
     x = torch.randn(32, 64, dtype=torch.bfloat16)
