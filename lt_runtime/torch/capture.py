@@ -277,13 +277,13 @@ class _Optimizers:
     """The optimizers that a step has run eagerly, with what its graphs hold of them.
 
     Attributes:
-        _found: the optimizers, each with its state and the result of `_form_of` after the first eager call that ran it.
-            The reference to the state keeps another dict from getting the same id.
+        _found: the optimizers, each with the result of `_form_of` after the first eager call that ran it, and with the
+            dicts of its state, which keeps other dicts from getting their ids.
         _numbers: the options that the graphs hold as numbers, by optimizer, and then by index of the group and name.
     """
 
     def __init__(self) -> None:
-        self._found: dict[Any, tuple[Any, list[int]]] = {}
+        self._found: dict[Any, tuple[list[Any], list[int]]] = {}
         self._numbers: dict[Any, dict[tuple[int, str], Any]] = {}
 
     @contextlib.contextmanager
@@ -306,7 +306,7 @@ class _Optimizers:
                 yield
         finally:
             for each in new:
-                self._found.setdefault(each, (each.state, _form_of(each)))
+                self._found.setdefault(each, ([each.state, *each.state.values()], _form_of(each)))
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
@@ -362,7 +362,7 @@ class _Optimizers:
 
 
 def _form_of(optimizer: Any) -> list[int]:
-    """Numbers that change if an optimizer's state is replaced, or a parameter is added, moved, frozen or unfrozen.
+    """Numbers that change if a state of an optimizer is replaced, or a parameter is added, moved, frozen or unfrozen.
 
     The address of a frozen parameter becomes negative.
     """
@@ -373,7 +373,7 @@ def _form_of(optimizer: Any) -> list[int]:
         for each in parameters
         for address in [getattr(each, "_local_tensor", each).data_ptr()]
     ]
-    return [id(optimizer.state), len(optimizer.state), *addresses]
+    return [id(optimizer.state), *map(id, optimizer.state.values()), *addresses]
 
 
 @contextlib.contextmanager

@@ -207,7 +207,7 @@ def test_the_least_recently_used_shape_is_dropped_and_graphs_share_their_memory(
     assert pools[2:] == [None], "the pool of graphs that are gone was used"
 
 
-@pytest.mark.parametrize("change", ["load_state_dict", "state", "moved", "frozen", "forget"])
+@pytest.mark.parametrize("change", ["load_state_dict", "state", "one state", "moved", "frozen", "forget"])
 def test_graphs_are_captured_anew_after_a_change_that_they_do_not_follow(pools: list[Any], change: str) -> None:
     models = []
     for captures in (False, True):
@@ -219,6 +219,8 @@ def test_graphs_are_captured_anew_after_a_change_that_they_do_not_follow(pools: 
                 optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             elif seed == 4 and change == "state":
                 optimizer.state.clear()
+            elif seed == 4 and change == "one state":
+                optimizer.state[model[0].weight] = copy.deepcopy(optimizer.state[model[0].weight])
             elif seed == 4 and change == "frozen":
                 model[0].weight.requires_grad_(False)
             elif seed == 4 and change == "moved":
