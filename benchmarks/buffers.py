@@ -34,7 +34,7 @@ def itemsize(dtype: str) -> int:
 
 
 def _plain(dtype: str) -> str:
-    """The type by which CuPy knows an element's bits."""
+    """The type that stores an element in CuPy's kernels: uint16 for the bits of BF16, otherwise the type itself."""
     return "uint16" if dtype == "bfloat16" else dtype
 
 

@@ -378,7 +378,9 @@ def _ours(setup: Setup, *, keep: bool) -> tuple[dict[str, StepContender], dict[s
 
 
 def peers(setup: Setup, options: argparse.Namespace, ways: Sequence[Any], *, called: bool = True) -> Iterator[Peer]:
-    """Contenders' names, and functions that build them: PyTorch's for each way to hold parameters, and JAX's.
+    """Yields the name of each contender of other libraries, with a function that builds it.
+
+    PyTorch has contenders for each way to hold parameters, eager or by torch.compile. JAX has one.
 
     Args:
         called: whether the contenders are called as well; otherwise JAX compiles no call.

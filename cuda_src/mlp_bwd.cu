@@ -142,7 +142,8 @@ __device__ constexpr int smallest_run() {
 }
 constexpr int kMostSums = smallest_run();
 
-// Number of a block's sums before those of a layer, in the layout of mlp_sums.cuh; of all its sums for HIDDEN + 1.
+// Returns the number of a block's sums that precede the sums of layer `layer`, in the layout of mlp_sums.cuh. For
+// HIDDEN + 1, which is one more than the last layer, this is the number of sums of all layers.
 __device__ constexpr int sums_before_layer(int layer) {
   int sums = 0;
   for (int i = 0; i < layer; ++i) sums += sums_of_layer(tiles_down(i) * kStep, columns_of(i) * kStep);

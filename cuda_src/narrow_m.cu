@@ -61,8 +61,8 @@ struct Columns {
   }
 };
 
-// Computes the calling thread's sums over its part of K; the sum for row i of D and the thread's column c is sums[4 · i
-// + c].
+// Computes the calling thread's sums over its part of K. sums[4 · i + c] is the sum for row i of D and the thread's
+// column c.
 __device__ inline void multiply(float (&sums)[kTerms], const NarrowParams& p, const Columns& columns) {
   const int64 step = static_cast<int64>(gridDim.y) * blockDim.y;
   int64 k = static_cast<int64>(blockIdx.y) * blockDim.y + threadIdx.y;
@@ -96,8 +96,9 @@ __device__ inline void sum_over_lanes(float* terms, int first, uint32 distance, 
 #pragma unroll
     for (int i = 0; i < kCount; ++i) use(first + i, terms[i]);
   } else {
-    // Each group of `alike` lanes has parts of the same column's sum. After the additions below, each lane of a group
-    // has the whole sum, and the first blockDim.x lanes of the group hand it to `use`.
+    // `alike` consecutive lanes form a group, in which terms[0] has the same index `first`. Lanes of a group whose
+    // numbers are equal modulo blockDim.x hold parts of the same sum. After the additions below, each of them has the
+    // whole sum, and the first blockDim.x lanes of the group pass theirs to `use`.
     const uint32 alike = distance ? 2 * distance : 1;
     const bool uses = lane % alike < blockDim.x;
     for (; distance >= blockDim.x; distance /= 2) *terms += __shfl_xor_sync(0xFFFFFFFF, *terms, distance);

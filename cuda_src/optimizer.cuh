@@ -128,7 +128,7 @@ __device__ inline Progress read_progress(const OptimizerParams& p, uint32 tensor
 // √x by the special function unit, which only has an instruction for 1/√x. It is right for 0 and infinity too.
 __device__ inline float fast_sqrt(float x) { return __fdividef(1.0f, rsqrtf(x)); }
 
-// An element of a parameter, with as many moments as its rule has.
+// An element of a parameter and its moments. A rule uses only as many moments as it has.
 struct Element {
   float value, m, v, v_max;
 };

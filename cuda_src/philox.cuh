@@ -68,7 +68,8 @@ __device__ inline void drop_lanes(uint32 (&w)[8], int lanes) {
 }
 
 // Multiplies the eight elements from row-major index `index` on by their dropout factors. One call of Philox gives the
-// random numbers of eight elements: if `index` is not a multiple of eight (kWhole: it is), two calls are needed.
+// random numbers of eight elements, from a multiple of eight on. For any other `index` this function makes two calls.
+// kWhole states that `index` is a multiple of eight.
 template <bool kWhole>
 __device__ inline void apply_dropout(Octet& octet, const Dropout& d, uint32 step, uint64 index) {
   const int shift = kWhole ? 0 : static_cast<int>(index & 7);

@@ -196,7 +196,7 @@ def _changes(node: Any) -> Iterator[tuple[Any, str]]:
 
 
 def record(checkout: Copy, tests: Sequence[str], out: Path) -> str:
-    """Records which tests cover which line in a file, and returns the end of pytest's output."""
+    """Writes to the file `out` which tests cover each line, and returns the end of pytest's output."""
     left_out = [f"--ignore=tests/{path}" for path in _UNRELATED]
     arguments = ["-P", str(RECORDER), str(out.resolve()), "-q", "-n0", "-p", "no:cacheprovider", *left_out, *tests]
     return checkout.python(arguments)[1][-1000:]

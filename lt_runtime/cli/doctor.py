@@ -255,7 +255,7 @@ def run(arguments: argparse.Namespace) -> int:
     machine = Machine(driver_of(), gpus(), libraries, cache_directory())
     findings = [*diagnose(machine)]
     result = {
-        # Findings about CUDA are not needed on a machine without a GPU.
+        # Without a GPU, `diagnose` reports a missing CUDA library only if an environment variable names the library.
         "ok": not any(finding.needed for finding in findings),
         "version": __version__,
         "python": platform.python_version(),

@@ -212,8 +212,8 @@ def branch(memory: StreamMemory, *, reads_scratch: bool = False) -> Iterator[Str
 
     Args:
         memory: the memory of the stream that is being captured.
-        reads_scratch: whether the branch reads scratch memory of the stream. The stream's next operation overwrites
-            that memory, so that the stream always waits at the end of the block.
+        reads_scratch: whether the branch reads scratch memory of the stream. If so, the stream waits at the end of the
+            block in any case, because its next operation overwrites that memory.
 
     Returns:
         The memory of the stream on which the caller launches the branch's work.

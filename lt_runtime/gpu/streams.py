@@ -143,5 +143,5 @@ def end_of(stream: int) -> Iterator[Any]:
         call("cuEventRecord", event, stream)
         yield event
     finally:
-        # Destroying a recorded event is safe: the driver keeps it until the wait is over.
+        # The event may be destroyed before the stream reaches it: the driver then frees it afterwards.
         call("cuEventDestroy", event)

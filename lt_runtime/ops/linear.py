@@ -177,10 +177,11 @@ def linear_bwd(
         dz, dw2, db2, db1 = lt.linear_bwd(dy, ctx2, through=ctx1)
         dx, dw1, _ = lt.linear_bwd(dz, ctx1, before_activation=True, need_db=False)
 
-    All sums are FP32. With 16-bit types dz, the gradient with respect to the pre-activation, is rounded before dx and
-    dw are computed from it; dw and db are rounded once, db with `accumulate` after the addition; dw is then rounded by
-    cuBLASLt before the addition as well, and so is dx with `accumulate_dx`. With `through`, dx may be rounded before it
-    is taken through the layer below.
+    On a GPU all sums are computed in FP32. Results of 16-bit types are rounded as follows. The gradient dz with respect
+    to the pre-activation is rounded before dx and dw are computed from it. db is rounded once, with `accumulate` after
+    the addition. dw is rounded once; with `accumulate`, cuBLASLt may round the product before the addition, and rounds
+    the sum after it. The same holds for dx with `accumulate_dx`. With `through`, dx may be rounded before it is taken
+    through the layer below.
 
     Args:
         dy: (..., N), of x's type as all gradients are: the gradient with respect to y; with `before_activation`, with

@@ -125,7 +125,7 @@ class Fp8ForwardPlan(Plan):
             scale.
 
     Attributes:
-        problem: the layer's.
+        problem: the layer's forward problem, without the precision.
 
     Raises:
         GpuError: the GPU does not multiply FP8 matrices.
@@ -242,7 +242,7 @@ class Fp8BackwardPlan(Plan):
         problem: a backward pass, without an `input_derivative`; its x and w are not read.
 
     Attributes:
-        problem: the layer's.
+        problem: the layer's backward problem, without the precision.
 
     Raises:
         GpuError: the GPU does not multiply FP8 matrices.

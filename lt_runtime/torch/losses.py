@@ -240,8 +240,8 @@ class _Head(NamedTuple):
         """Computes the logits of one chunk of classes after another, all in `memory`, (M, `_CHUNK_CLASSES`).
 
         Yields:
-            The slice of weight's rows that the chunk covers; the logits of these rows, which are 0 for rows of zeros;
-            and a view of the logits of classes only.
+            The slice of weight's rows that the chunk covers; the logits of these rows; and a view of the logits of the
+            classes among them. Rows of zeros after the classes have logits of 0.
         """
         for start in range(0, len(self.weight), _CHUNK_CLASSES):
             part = slice(start, min(start + _CHUNK_CLASSES, len(self.weight)))

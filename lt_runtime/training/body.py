@@ -451,7 +451,7 @@ class StepBody:
     def _narrow(self, part: tuple[Any, ...], stream: Any, met: Met | None, table: int) -> NarrowPasses | None:
         """The fused passes of a narrow MLP; None if they are not used for a micro-batch.
 
-        With a table they are used in any case, because nothing else reads it.
+        With a `table` they are used in any case, because only they can read a batch through a table.
         """
         model = self.model
         if not isinstance(model, MLP) or met is not None:

@@ -74,8 +74,8 @@ def suited_layers(
 ) -> list[tuple[FP8State, Parameter]]:
     """The layers whose weights an update can write in FP8, see `is_suited`.
 
-    All other layers cast their weight in each forward: layers that share a weight, layers whose weight is not trained,
-    and layers with a recipe, a number of columns or an alignment that the kernel does not take.
+    All other layers in FP8 cast their weight in each forward: layers that share a weight, layers whose weight is not
+    trained, and layers with a recipe, a number of columns or an alignment that the kernel does not take.
 
     Args:
         layers: the state and the weight of each layer of a model.

@@ -234,7 +234,7 @@ def saved_as(problem: ForwardProblem, store: PlanStore) -> Saved | None:
 
 
 def as_decided(chain: LayerChain, store: PlanStore) -> LayerChain:
-    """The chain with the saved tensors that the plan cache holds for its forward problems."""
+    """A copy of the chain whose layers save the kinds of tensors that their entries in the plan cache name."""
     return chain.keeping({index: saved_as(each, store) for index, each in chain.forwards.items()})
 
 

@@ -108,12 +108,12 @@ def test_the_steps_stream_is_waited_for_before_a_measurement(process: Process) -
 
 
 def measured(gpu: FakeGpu) -> int:
-    """Counts the plan cache's entries in memory."""
+    """Counts the entries in the plan cache's files."""
     return len(entries(gpu))
 
 
 def entries(gpu: FakeGpu) -> dict[str, Any]:
-    """Reads the entries in the plan cache's file."""
+    """Reads the entries in all files of the plan cache."""
     found: dict[str, Any] = {}
     for file in (gpu.directory / "plans").glob("*.json"):
         found |= own("store.document").Document.read(file).raw

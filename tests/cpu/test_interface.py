@@ -1,4 +1,4 @@
-"""Every spelling of devices and types in every function that takes one; public names; representations."""
+"""Functions accept every spelling of a device or a type. Modules list only public names. Objects show their options."""
 
 from __future__ import annotations
 

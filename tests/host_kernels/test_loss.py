@@ -41,7 +41,7 @@ Array = NDArray[np.float64]
 
 MUCH_SHARED_MEMORY = (227 << 10, 228 << 10)
 LITTLE_SHARED_MEMORY = (48 << 10, 30 << 10)
-"""Bytes of shared memory for a few packets of each thread."""
+"""Bytes of shared memory of a block and of a multiprocessor: they hold only a few packets of each thread."""
 
 
 class Runner:

@@ -47,7 +47,7 @@ class Batch:
 
 
 class BitMask:
-    """ReLU's bits of a batch, in rows along the matrices' contiguous axis; bytes around and between are ones."""
+    """ReLU's bit masks of a batch of matrices: a row of bytes for each line of a matrix, padded with bytes of 0xFF."""
 
     def __init__(self, positive: NDArray[np.bool_], order: Order) -> None:
         self._by_line = positive if order is Order.ROW else positive.swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""Binary and multi-label classification, beside scikit-learn's MLPClassifier."""
+"""Binary and multi-label classification, compared with scikit-learn's MLPClassifier."""
 
 from __future__ import annotations
 

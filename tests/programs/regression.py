@@ -1,4 +1,4 @@
-"""Regression with early stopping, beside scikit-learn's MLPRegressor."""
+"""Regression with early stopping, compared with scikit-learn's MLPRegressor."""
 
 from __future__ import annotations
 

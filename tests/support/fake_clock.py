@@ -17,7 +17,7 @@ class FakeClock:
     Attributes:
         now: seconds that have passed.
         watch: the tuner's stopwatch; it follows `now` if the test makes `time.monotonic` return `now`.
-        launched: the names and numbers of all launches.
+        launched: the contender's name and the number of the buffer set of each launch.
         alone: names of the launches that were timed by `once`.
         open: number of graphs that are not freed.
         rounds: names of the graphs of each replay, in order.

@@ -47,7 +47,7 @@ class Shard(NamedTuple):
         for rank in sorted({*self.owners}):
             pairs = zip(arrays, self.owners, strict=True)
             sent = [array for each, owner in pairs if owner == rank for array in each]
-            if sent:  # rules without moments have none
+            if sent:  # empty for parameters with neither moments nor master copies
                 self.broadcast(sent, rank, stream)
 
 

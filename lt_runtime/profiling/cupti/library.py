@@ -29,7 +29,10 @@ _SIGNATURES: Final[dict[str, tuple[Any, ...]]] = {
     "GetTimestamp GetVersion Unsubscribe": (_P,),
     "Subscribe": (_P, _P, _P),
 }
-"""Maps the name of each CUPTI function in use, without the prefix cupti, to its argument types."""
+"""Maps names of the CUPTI functions in use to their argument types.
+
+A key holds the names of all functions with the same types, without the prefix cupti and separated by spaces.
+"""
 _ARGUMENTS: Final = {f"cupti{name}": types for names, types in _SIGNATURES.items() for name in names.split()}
 _MAX_LIMIT_REACHED: Final = 12
 _REMEDIES: Final = {

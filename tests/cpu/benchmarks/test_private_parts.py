@@ -34,7 +34,10 @@ def test_a_step_is_launched_by_its_graph(gpu: FakeGpu, internals: ModuleType) ->
 def test_the_memory_of_a_step_is_its_arena_and_its_pool(
     gpu: FakeGpu, internals: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The arena holds y and the transposes of x and dy in FP8, and no cast of the weight, unlike the rehearsal."""
+    """The arena holds y in BF16, and the transposes of x and dy in FP8.
+
+    It holds no weight in FP8: the graph reads the copy that the optimizer's update writes, outside of the arena.
+    """
     precision = gpu.lt.FP8(fallback=False)
     model = gpu.lt.MLP([1024, 2048], dtype="bfloat16", device="cuda", precision=precision)
     optimizer = gpu.lt.AdamW(model.parameters())

@@ -59,7 +59,7 @@ def test_calls_become_graphs_beside_a_loader_whose_threads_pin_memory(monkeypatc
     )
     x, w = torch.ones(64, 32, device="cuda"), torch.ones(32, 32, device="cuda")
     for size, batch in zip(sizes, loader, strict=True):
-        # Calls are captured at their third repetition, while the loader's thread pins the next batches.
+        # A call that is repeated with the same addresses is captured, while the loader's thread pins the next batches.
         made = [ltt.functional.linear(x, w * (1 + i % 5)) for i in range(25)]
         assert batch.is_pinned()
         assert float(batch.cuda().double().sum()) == 16 * size * size
