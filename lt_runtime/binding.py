@@ -41,8 +41,8 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
     Args:
         operation: `lt.linear_fwd`, `lt.linear`, `lt.linear_bwd`, `lt.matmul`, `lt.add`, `lt.dropout`, `lt.gated_fwd`,
             `lt.gated_bwd`, one of the losses, or `lt.layer_norm_fwd`, `lt.rms_norm_fwd` and their backward.
-        arguments, options: the operation's, with a buffer for every result, and for a pre-activation that is kept. They
-            have no `precision`, nor a context of a layer in FP8.
+        arguments, options: the operation's, with a buffer for every result, and for a pre-activation that is kept. A
+            `precision`, and a context of a layer in FP8, are refused.
         stream: an int handle, or a stream of CuPy, PyTorch or cuda.core; if None, the current stream of the library
             that the first operand comes from: PyTorch's for its tensors, CuPy's for all others. Each bound call runs
             on this stream.
@@ -52,8 +52,8 @@ def bind(operation: Callable[..., Any], /, *arguments: Any, stream: Any = None, 
         a launch fails and, on NumPy arrays, ArgumentError for labels out of range, as `lt.cross_entropy` does.
 
     Raises:
-        KindError: `operation` is not one of those above.
-        ArgumentError: a result has no buffer, or the call is one of a layer in FP8.
+        KindError: `operation` is not in the list of operations above.
+        ArgumentError: a result has no buffer, or the layer is in FP8.
         TypeError: the operation does not take one of the arguments.
         CaptureError: the stream is being captured.
         LtError: the operation does not accept the call, or failed.

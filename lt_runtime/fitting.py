@@ -70,8 +70,8 @@ def fit(
     so that the first epoch then counts as the best. Without `valid`, every epoch counts as the best.
 
     The optimizer's state and an EMA stay those of the last step. Ctrl-C ends training early: the call returns as usual,
-    with the epochs that were completed. On the host the running step ends first; a second Ctrl-C interrupts this step
-    too. In a group of several processes Ctrl-C ends all of them.
+    with the epochs that were completed. On the host the running step is completed first, unless a second Ctrl-C
+    interrupts it. In a group of several processes Ctrl-C ends all of them.
 
     Args:
         step: the training step; its sums for `metrics` start anew.
@@ -112,7 +112,7 @@ def fit(
     from lt_runtime.tuner.report import progress_bar  # imported here, because only the progress bar needs the tuner
 
     history, best, waited = list[Epoch](), list[Any](), 0
-    # `len` would raise for a PyTorch DataLoader of an IterableDataset
+    # `length_hint` returns 0 where `len` raises, as for a PyTorch DataLoader of an IterableDataset.
     lowest, device, size = math.inf, step.model.device, operator.length_hint(batches)
     step.metrics()
     # With several processes Ctrl-C is not caught: they would stop at different steps, and wait for each other.
@@ -154,10 +154,10 @@ def _call(function: Callable[..., object], *arguments: Any) -> None:
 
 @contextlib.contextmanager
 def _whole_calls() -> Iterator[Callable[..., None]]:
-    """Yields a function that calls another one, and meanwhile holds back Ctrl-C, which takes effect after the call.
+    """Yields a function `whole(function, *arguments)` that delays Ctrl-C until its call of `function` has returned.
 
-    A second Ctrl-C during the call takes effect at once. Only the main thread can hold back Ctrl-C. Nothing is held
-    back if the handler of Ctrl-C is no Python function.
+    A second Ctrl-C during the call takes effect at once. Ctrl-C is delayed only in the main thread, and only if
+    SIGINT's handler is a Python callable.
     """
     usual, running, held = signal.getsignal(signal.SIGINT), False, False
     if not callable(usual) or threading.current_thread() is not threading.main_thread():

@@ -45,6 +45,7 @@ def share(
     Raises:
         ArgumentError: `batch_size` is not positive.
         KindError: `batches` is no iterable of pairs.
+        OperandError: x or the target of a batch is no array with rows, or x is an empty tuple.
         ShapeError: a batch has more rows, no rows, or arrays of different numbers of rows.
         Whatever `batches` raises.
     """
@@ -86,8 +87,8 @@ def _rows_of(name: str, array: Any) -> int:
 def _weights(inputs: tuple[Any, ...], target: Any, first: int, rows: int, count: int, whole: int) -> Any:
     """The weights of a process's rows in a batch of `count` rows that is filled up to `whole` rows.
 
-    A single input's axes between the first and the last are rows too if the target has them. A model that pools over
-    them has one weight for each element of the first axis.
+    If x is one array and the target begins with all of x's axes but the last, each position along these axes has a
+    weight. Otherwise, as for a model that pools over the middle axes, each element of the first axis has one weight.
     """
     axes = inputs[0].shape[:-1] if len(inputs) == 1 else ()
     shape = axes[1:] if target.shape[: len(axes)] == axes else ()

@@ -82,8 +82,8 @@ class Profile:
         """Marks the end of a step, for code whose steps are not calls of an `lt.TrainStep`.
 
         Raises:
-            ArgumentError: calls of an `lt.TrainStep` in the block have been counted as steps; or there is no block
-                yet.
+            ArgumentError: calls of an `lt.TrainStep` in the block have been counted as steps; or the profile's `with`
+                block has not begun.
         """
         if not self._has_begun:
             raise ArgumentError(
@@ -278,8 +278,8 @@ def profile(
         device: the GPU to profile, or "cpu"; see `lt.MLP`. "auto" is the current GPU, or the host if there is none.
 
     Raises:
-        ArgumentError: a number is below 0; or, when a block is entered, another profile is running, or this profile has
-            measured a block before.
+        ArgumentError: a number is below 0. On entry of a block: another profile is running, or this profile has begun a
+            block before.
     """
     for name, value in (("steps", steps), ("skip", skip), ("timed", timed), ("traced", traced)):
         if integer(name, value) < 0:

@@ -48,7 +48,7 @@ def write(path: AnyPath, arrays: Arrays, text: str) -> None:
     """Replaces a file, or the target of a symbolic link, in one step. Returns when the new file is on the disk.
 
     Raises:
-        DTypeError: an array has another type.
+        DTypeError: an array has a type that files cannot hold; see `_CODES`.
         CheckpointError: there are too many arrays.
         FileError: the file cannot be written.
     """

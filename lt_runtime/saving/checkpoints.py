@@ -111,7 +111,7 @@ def whole_states(owners: Iterable[object]) -> Iterator[None]:
     """
     optimizers = [each for each in owners if isinstance(each, Optimizer)]
     for each in optimizers:
-        each.check_arrays()  # all before the first whole state, which replaces master copies meanwhile
+        each.check_arrays()  # before the first `whole_state`, which replaces master copies within its block
     with contextlib.ExitStack() as stack:
         for each in optimizers:
             stack.enter_context(each.whole_state())
@@ -366,7 +366,7 @@ def _arrays(model: Block, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _trained(model: Block, optimizer: Optimizer) -> list[str]:
-    """The names of an optimizer's parameters within a model, also if the model is a part of a larger one.
+    """The name of each of an optimizer's parameters within a model, which may be a part of a larger model.
 
     Raises:
         ArgumentError: the optimizer has a parameter that the model lacks.

@@ -72,8 +72,8 @@ def save(path: AnyPath, *, group: Group | None = None, **owners: Any) -> None:
         ArgumentError: there are no owners; "settings" or "changed" is a keyword; two parameters of an optimizer have
             one name; or JSON cannot hold a value.
         KindError: an owner of another kind.
-        OperandError: an array of a parameter has been replaced since its optimizer was made, or has a type that no
-            parameter may have.
+        OperandError: an array of a parameter has been replaced since its optimizer was made, or has a type that files
+            cannot hold.
         CheckpointError: a value is out of the range that training can reach, see `load_checkpoint`.
         FileError: the file cannot be written, as for `save_checkpoint`.
     """
@@ -185,7 +185,10 @@ def _load(path: AnyPath, kept: Set[str], taken: Set[str], owners: Mapping[str, A
 
 
 def _check_masters(path: AnyPath, found: Kinds, like: Kinds) -> None:
-    """Raises `CheckpointError` if a file has a master copy of an array that has none here, but is otherwise equal."""
+    """Raises `CheckpointError` if a file has a master copy of a parameter that has none here.
+
+    The parameter itself must have the file's type and shape: `check_kinds` reports other parameters.
+    """
     for key in sorted(found.keys() - like.keys()):
         owner = key.removesuffix(MASTER)
         if owner in like and found.get(owner) == like[owner]:

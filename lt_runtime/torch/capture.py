@@ -44,7 +44,7 @@ _MOST_COMPILING: Final = 16
 """Most eager calls of a shape after its `warm_up` calls: the step runs eagerly as long as torch.compile compiles."""
 _one_at_a_time: Final = threading.Lock()
 _is_inner: Final[ContextVar[bool]] = ContextVar("lt_runtime_is_inner_step", default=False)
-"""Whether the calling thread runs the step of a `CapturedStep`: captured steps that it calls are a part of this one."""
+"""Whether the calling thread is within the step of a `CapturedStep`. Other captured steps are then called eagerly."""
 
 
 def capture(
@@ -66,8 +66,8 @@ def capture(
     `.grad` is undefined after a call.
 
     Parameters may be written between calls. If the state of an optimizer was loaded or replaced, or a parameter that an
-    optimizer holds was moved, frozen or unfrozen, the graphs are captured anew. A captured step that `step` calls runs
-    as a part of it. Without a GPU all calls run eagerly.
+    optimizer holds was moved, frozen or unfrozen, the graphs are captured anew. If `step` calls another captured step,
+    the graph of `step` includes its work. Without a GPU all calls run eagerly.
 
     Args:
         step: takes a batch; zeroes gradients, and runs forward, backward, optimizer and scheduler. It returns tensors,
@@ -230,7 +230,10 @@ class CapturedStep(Uncopied):
 
     @contextlib.contextmanager
     def _beside(self) -> Iterator[None]:
-        """Runs a step on the capture stream, ordered with the caller's stream; see also `_no_needless_masks`."""
+        """Makes the capture stream current within a `with` block, and orders it with the caller's stream.
+
+        The block runs the step: see also `_is_inner` and `_no_needless_masks`.
+        """
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         try:
@@ -274,12 +277,12 @@ def _forget_failed(graph: Any, stream: Any) -> None:
 
 
 class _Optimizers:
-    """The optimizers that a step has run eagerly, with what its graphs hold of them.
+    """The optimizers that a step has run in eager calls, with the addresses and options that its graphs hold.
 
     Attributes:
-        _found: the optimizers, each with the result of `_form_of` after the first eager call that ran it, and with the
-            dicts of its state, which keeps other dicts from getting their ids.
-        _numbers: the options that the graphs hold as numbers, by optimizer, and then by index of the group and name.
+        _found: for each optimizer the dicts of its state, and the result of `_form_of`, both after the first eager call
+            that ran the optimizer. No other dict can get the id of a dict that is kept here.
+        _numbers: for each optimizer the options that graphs hold as numbers, by index of the group and name.
     """
 
     def __init__(self) -> None:
@@ -288,9 +291,9 @@ class _Optimizers:
 
     @contextlib.contextmanager
     def noted(self) -> Iterator[None]:
-        """Notes the optimizers that take their first step within a `with` block.
+        """Within a `with` block for an eager call, notes the optimizers that take a step and are not noted yet.
 
-        A step raises `ArgumentError` if its optimizer cannot be captured.
+        An optimizer's step raises `ArgumentError` if the optimizer cannot be captured.
         """
         new: list[Any] = []
 
@@ -310,7 +313,7 @@ class _Optimizers:
 
     @contextlib.contextmanager
     def captured(self) -> Iterator[None]:
-        """Within a `with` block for a capture, see `followed`, the first step of an optimizer raises `CaptureError`."""
+        """Wraps a capture in `followed`. In the `with` block an optimizer's first step raises `CaptureError`."""
 
         def check(optimizer: Any, *_: Any) -> None:
             if optimizer not in self._found:
@@ -333,7 +336,7 @@ class _Optimizers:
         return [each for each in self._found if hasattr(each, "apply_settings")]
 
     def hold_numbers(self) -> None:
-        """Notes, before a capture, the numbers that its graph will hold."""
+        """Notes the options that the next graph will hold as numbers, for optimizers that no graph holds yet."""
         for optimizer in self._found.keys() - self._numbers.keys():
             self._numbers[optimizer] = {
                 (i, name): group.get(name)
@@ -346,7 +349,7 @@ class _Optimizers:
         """Prepares a capture or a launch: writes changed options of optimizers that have `apply_settings` to the GPU.
 
         Raises:
-            ArgumentError: an option that the graphs hold as a number was changed since the first capture.
+            ArgumentError: an option was changed after `hold_numbers` noted it.
         """
         for optimizer, numbers in self._numbers.items():
             for (i, name), old in numbers.items():
@@ -364,10 +367,10 @@ class _Optimizers:
 def _form_of(optimizer: Any) -> list[int]:
     """Numbers that change if a state of an optimizer is replaced, or a parameter is added, moved, frozen or unfrozen.
 
-    The address of a frozen parameter becomes negative.
+    They are the ids of the states, and the parameters' addresses, which are negated for frozen parameters.
     """
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
-    # The numbers are compared before each launch, where calls of `local` would take too long.
+    # This runs before each launch: calls of `local` would take too long.
     addresses = [
         address if each.requires_grad else -address
         for each in parameters

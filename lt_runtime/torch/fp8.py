@@ -51,7 +51,7 @@ def set_precision(layer: Any, precision: Precision) -> None:
     scales, is_first = scales_of(precision), "scales" not in vars(layer)
     layer.scales = scales
     if is_first:
-        # torch.distributed.checkpoint looks up each key of a state_dict as an attribute, and ignores its value.
+        # torch.distributed.checkpoint reads an attribute for each key of a state_dict, but ignores its value.
         vars(layer).update(dict.fromkeys(_ENTRIES.values()))
         layer.register_state_dict_post_hook(_save)
         layer.register_load_state_dict_pre_hook(_load)
@@ -62,9 +62,9 @@ def chain(
 ) -> Tensor:
     """Computes `linear_layers`; those of the modules `layers` that have FP8 scales run in FP8.
 
-    A layer runs in its own type if no gradient will be computed, if its tensors are meta or fake tensors, or if FP8 was
-    not chosen for it; `scales.fallback` then gives the reason. So do all layers of a gated block if one of them has no
-    scales, or sizes that are no multiples of 16.
+    A layer runs in its own type if no gradient will be computed, if its tensors are meta or fake tensors, if they are
+    float64, or if FP8 was not chosen for it. In the last two cases `scales.fallback` gives the reason. All layers of a
+    gated block run in their own type if one of them has no scales, or sizes that are no multiples of 16.
     """
     for each in layers:
         if _scales(each) is not None:

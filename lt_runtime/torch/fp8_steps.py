@@ -79,13 +79,14 @@ def _version(layer: Any) -> tuple[int, ...]:
 def _weight_of(layer: Any) -> Tensor:
     """A layer's weight; None if each call computes the weight from other parameters, as with parametrizations.
 
-    Reading the attribute `weight` would compute it once more, with which some parametrizations change.
+    Reading the attribute `weight` would compute the weight once more, which changes the state of some parametrizations,
+    such as that of `spectral_norm`.
     """
     return layer._parameters.get("weight")
 
 
 def _matrix(weight: Tensor) -> Tensor:
-    """A weight, or its transposed view, whichever is row-major; None for None, a `DTensor` and other layouts."""
+    """A weight, or its transposed view, whichever is row-major; None for None, a `DTensor` or another layout."""
     if not isinstance(weight, torch.nn.Parameter) or local(weight) is not weight or weight.dim() != 2:
         return None
     return next((each for each in (weight, weight.t()) if each.is_contiguous()), None)
@@ -172,10 +173,10 @@ def copies_for(optimizer: Any, *, captures: bool, is_fixed: bool) -> list[tuple[
 
 
 def _layers_of(optimizer: Any) -> Iterator[Any]:
-    """The layers in FP8 whose scales an optimizer's step sets: those it trains, and those that nothing trains."""
+    """The layers in FP8 whose scales an optimizer's step sets: layers that it trains, or that nothing trains."""
     held = {id(each) for group in optimizer.param_groups for each in group["params"]} if layers else ()
     for layer in [*layers]:
-        has_scales = vars(layer).get("scales") is not None  # `replace` removes scales that it made for a measurement
+        has_scales = vars(layer).get("scales") is not None  # `replace` removes `scales` after a measurement
         if has_scales and ((trained := _trained(layer)) is None or id(trained) in held):
             yield layer
 
@@ -183,7 +184,8 @@ def _layers_of(optimizer: Any) -> Iterator[Any]:
 def _trained(layer: Any) -> Tensor:
     """The parameter whose optimizer sets a layer's scales; None if no parameter of the layer is trained.
 
-    It is the weight, or the first trained one of the parameters that the weight is computed from, otherwise the bias.
+    It is the weight if the weight is trained. If each call computes the weight, it is the first trained parameter that
+    the weight is computed from. Otherwise it is the bias.
     """
     weight, bias = _weight_of(layer), layer._parameters.get("bias")
     given = (weight, bias) if weight is not None else sorted(layer.parameters(), key=lambda each: each is bias)
@@ -211,7 +213,7 @@ def update_scales(optimizer: Any) -> None:
 
 @torch._disable_dynamo  # type: ignore[untyped-decorator]
 def _after_step(optimizer: Any, *_: Any) -> None:
-    """Sets scales, hidden from the compilation of an optimizer's step, which cannot trace the package's calls."""
+    """Sets scales after an optimizer's step; hidden from torch.compile, which cannot trace the package's calls."""
     if not hasattr(optimizer, "is_recorded"):  # `AdamW` sets the scales before it writes the weights
         update_scales(optimizer)
 

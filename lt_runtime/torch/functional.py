@@ -46,8 +46,9 @@ def linear(
     (`torch.set_float32_matmul_precision`).
 
     Args:
-        x: (..., K), float32, float16 or bfloat16; on the CPU float64 too. It is read where it lies if its rows are at
-            equal distances, else copied once; so are the other operands.
+        x: (..., K), float32, float16 or bfloat16; on the CPU float64 too. It is read where it lies if its rows, or
+            its columns, are contiguous, at equal distances and do not overlap, and is copied once otherwise. The same
+            holds for the other operands; a bias must be contiguous to be read where it lies.
         weight: (N, K), of x's type and device, like all operands. A transposed view of a (K, N) tensor is copied
             neither in forward nor in backward.
         bias: (N,), or None.
@@ -68,7 +69,7 @@ def linear(
         KindError: an operand is no tensor.
         OperandError: shapes, types, devices or layouts that do not fit.
         ArgumentError: an unknown activation; `dropout` outside [0, 1).
-        SecondDerivativeError: in backward with `create_graph=True`, and under transforms of `torch.func` and
+        SecondDerivativeError: in backward with `create_graph=True`, under transforms of `torch.func`, and under
             `torch.jit.trace`.
     """
     name, slope = _named(activation, negative_slope)

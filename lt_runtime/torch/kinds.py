@@ -203,7 +203,8 @@ def _pre_norm(
         first, attention: modules, which are called. second: the norm after attention.
         parts: layers, activation and dropout of the feed-forward block.
         drops: whether the last part, a dropout, is applied to attention's result too.
-        by_name: whether the class gives attention its input by name, which hooks of attention see.
+        by_name: whether attention gets its input by the keyword `hidden_states`, as in the original class. Attention's
+            hooks see whether an argument has a keyword.
     """
     run, normalise = feed_forward(*parts), _norm_among_parts(second)
     if isinstance(run, str) or isinstance(normalise, str):
@@ -249,7 +250,7 @@ class Kind(NamedTuple):
                 if why := unusual(each) if name_of(each) in KINDS else "it is no part that belongs here":
                     return f"{type(each).__name__}: {why}"
             parts = self.parts_of(module)
-        except AttributeError as error:  # a part was deleted, or exchanged for a module with other parts
+        except AttributeError as error:  # a part was deleted, or a module was exchanged for one with other parts
             return f"a part is missing: {error}"
         return self.read(*parts)
 

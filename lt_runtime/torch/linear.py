@@ -71,7 +71,7 @@ class LinearLayers(Operator):
             return super().eager(operands, options, training=training)
         try:
             return (_apply_on_gpu(options, *operands) if training else _infer(options, *operands),)
-        except Exception:  # `check` raises the error anew with the caller's names of the operands
+        except Exception:  # if an operand is wrong, `check` raises an error with the caller's names
             self.check(operands, (*options, training))
             raise
 

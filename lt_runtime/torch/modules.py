@@ -76,13 +76,13 @@ def _chained(layers: Sequence[Linear], x: Tensor, add: Tensor, operator: Operato
 
 
 def _run_as_one(layers: Iterable[Any]) -> bool:
-    """Whether layers may run as one operator, because a call of each does nothing else than compute a `Linear`."""
+    """Whether layers may run as one operator: each is a `Linear` without hooks, computed weights or a new `forward`."""
     # A parametrization changes a layer's class; pruning and the old weight_norm add hooks.
     return all(type(each) is Linear and not unusual(each) for each in layers)
 
 
 def _plus(y: Tensor, add: Tensor) -> Tensor:
-    """y + add, under autocast of y's type, as the operator's result is; y without `add`."""
+    """y + add; y if `add` is None. Under autocast the sum has y's type, as the operator's result has."""
     check_tensors(add=add)
     check_shape("add", add, tuple(y.shape), "y's shape")
     return y if add is None else y + (add.to(y.dtype) if is_autocast(y) else add)
@@ -91,9 +91,10 @@ def _plus(y: Tensor, add: Tensor) -> Tensor:
 class MLP(torch.nn.Sequential):
     """Linear layers in sequence as one operator.
 
-    Backward of a layer also multiplies dx by the derivative of the activation of the layer below. The layers are called
-    one after another if one of them has hooks or computed weights, or was exchanged for another module: each `Linear`
-    applies its own activation and dropout, which the other module must do too. A slice is an MLP of the same layers.
+    Backward of a layer also multiplies dx by the derivative of the activation of the layer below. If a layer has hooks
+    or computed weights, or was exchanged for another module, the layers are called one after another. Each `Linear`
+    then applies its own activation and dropout; a module in its place must apply its own too. A slice is an `MLP` that
+    shares its layers with this one.
 
     Args:
         sizes: columns of the inputs, of each hidden layer and of the outputs.
@@ -148,9 +149,9 @@ class MLP(torch.nn.Sequential):
 class FeedForward(torch.nn.Module):
     """The feed-forward block of a transformer: y = down(dropout(act(up(x)))) + add, or gated.
 
-    Gated, y = down(dropout(act(gate(x)) ∘ up(x))) + add, such as SwiGLU with "silu". The layers run as one operator,
-    unless one has hooks or computed weights, or was exchanged, as in `MLP`: `gate`, or `up` without a gate, then
-    applies the activation, and `up` the dropout.
+    Gated, y = down(dropout(act(gate(x)) ∘ up(x))) + add, such as SwiGLU with "silu". The layers run as one operator.
+    If a layer has hooks or computed weights, or was exchanged, they are called one after another, as in `MLP`: `gate`
+    (`up` in a block without a gate) then applies the activation, and `up` the dropout.
 
     Args:
         width: columns of x and y.

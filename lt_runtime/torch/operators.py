@@ -28,7 +28,7 @@ _PLAIN: Final = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 class SecondDerivativeError(LtError, NotImplementedError):
-    """A second derivative, a transform of `torch.func` or a trace of `torch.jit`, which no operator here supports."""
+    """The operators support no second or forward-mode derivatives, `torch.func` transforms or `torch.jit.trace`."""
 
 
 class Operator(ABC):
@@ -305,8 +305,8 @@ def begin_backward(name: str, ctx: Any, *dys: Tensor) -> None:
 def is_eager(tensors: Tensors) -> bool:
     """Whether a call may bypass the dispatcher: nothing traces it, and all tensors are plain ones that hold values.
 
-    The memory of a lazily negated view, such as `z.conj().imag`, does not hold the values; only the first tensor is
-    examined for it.
+    The memory of a lazily negated view, such as `z.conj().imag`, holds the values with the other sign. Only the first
+    tensor is checked for this; `placed` negates the others, except contiguous tensors on a GPU.
 
     Raises:
         SecondDerivativeError: a transform of `torch.func` or `torch.jit.trace` is active, or a tensor has a
@@ -322,7 +322,7 @@ def is_eager(tensors: Tensors) -> bool:
         raise SecondDerivativeError(
             "lt_runtime's layers have no forward-mode derivative (torch.autograd.forward_ad); use PyTorch's own"
         )
-    if torch._C._get_tracing_state() is not None:  # it would record memory that nothing fills
+    if torch._C._get_tracing_state() is not None:  # the trace would record memory that nothing fills
         raise SecondDerivativeError(
             "torch.jit.trace cannot record lt_runtime's layers; use torch.export, or PyTorch's own layers (ltt.restore)"
         )

@@ -120,7 +120,7 @@ class AdamW(torch.optim.AdamW):
             for i, state in packed["state"].items():
                 packed["state"][i] = {**state, "step": torch.tensor(float(state["step"]))} if "step" in state else state
 
-        with self.register_state_dict_post_hook(give_steps, prepend=True):  # the caller's hooks follow
+        with self.register_state_dict_post_hook(give_steps, prepend=True):  # before the caller's hooks
             packed: dict[str, Any] = super().state_dict()
         return packed
 
@@ -129,9 +129,9 @@ class AdamW(torch.optim.AdamW):
         """See `torch.optim.Optimizer`; moments, master copies and averages have the types that this optimizer uses.
 
         Raises:
-            ArgumentError: a parameter's state is not one of AdamW. Nothing has been loaded.
-            ShapeError: values in a state have another shape than their parameter. Nothing has been loaded.
-            ValueError: as `torch.optim.Optimizer`.
+            ArgumentError: a parameter's state lacks a tensor of an AdamW's state. Nothing has been loaded.
+            ShapeError: a tensor in a state has another shape than the parameter. Nothing has been loaded.
+            ValueError: see `torch.optim.Optimizer`.
         """
         groups, loaded = self.param_groups, list[tuple[Tensor, str, Tensor]]()
 
@@ -145,7 +145,8 @@ class AdamW(torch.optim.AdamW):
                 dtype = self._options.moments_of(parameter) if name in MOMENTS else torch.float32
                 self.state[parameter][name] = torch.empty_like(parameter, dtype=dtype).copy_(values)
 
-        # `check` runs after the caller's hooks, which may change the state to be loaded, and `convert` before them.
+        # The caller's hooks may change the state that is loaded: `check` runs after the pre-hooks, `convert` before the
+        # post-hooks.
         with (
             self.register_load_state_dict_pre_hook(check),
             self.register_load_state_dict_post_hook(convert, prepend=True),
@@ -155,7 +156,7 @@ class AdamW(torch.optim.AdamW):
     def _values_in(self, state_dict: dict[str, Any]) -> Iterator[tuple[Tensor, str, Tensor]]:
         """Checks a state that is to be loaded; yields each parameter's moments, master copy and average by name."""
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for i, parameter in zip(ids, self._parameters(), strict=False):  # PyTorch refuses other numbers of parameters
+        for i, parameter in zip(ids, self._parameters(), strict=False):  # PyTorch refuses a wrong number of ids
             state = state_dict["state"].get(i, {})
             missing = [name for name in ("step", "exp_avg", "exp_avg_sq") if name not in state]
             if state and missing:
@@ -201,8 +202,8 @@ class AdamW(torch.optim.AdamW):
 
         Raises:
             DTypeError, LayoutError, DeviceError: a parameter or gradient is not accepted. Nothing has been updated.
-            CaptureError: the stream is being captured, and a parameter has never been updated, or settings have changed
-                since the last step.
+            CaptureError: the stream is being captured, and a parameter has never been updated, or its group or state,
+                or settings, have changed since the last step.
             GpuError: the driver or the compiler failed.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
@@ -280,9 +281,9 @@ class AdamW(torch.optim.AdamW):
         return prepared
 
     def _dissolve_buckets(self, updated: set[Tensor]) -> None:
-        """Drops buckets that the caller has changed, and those of which only some parameters are `updated`.
+        """Drops buckets whose groups or states the caller has changed, and buckets that are only partly in `updated`.
 
-        The parameters of a bucket have had equally many updates; if only some are updated, their numbers will differ.
+        All parameters of a bucket have had equally many updates, which an update of only some of them would end.
         """
         groups = {each: group for group in self.param_groups for each in group["params"]}
         for bucket in {*self._bucket_of.values()}:
@@ -302,7 +303,8 @@ class AdamW(torch.optim.AdamW):
                     kind = i, float(state["step"]), state["exp_avg"].dtype
                     found.setdefault(kind, {})[parameter] = state
         for (i, *_), states in found.items():
-            # No two parameters may have the same number. A small number saves memory: a bucket has settings from 0 on.
+            # Rounding takes its random numbers by the parameter's number, so that no two parameters may have the same.
+            # Small numbers save memory, because a bucket holds settings for all numbers from 0 to its last.
             first = max((each.first + len(each.states) for each in self._bucket_of.values()), default=0)
             bucket = Bucket(states, self.param_groups[i], first, self._options)
             self._bucket_of.update(dict.fromkeys(states, bucket))
@@ -322,7 +324,7 @@ class AdamW(torch.optim.AdamW):
         return state
 
     def _moments_type(self, parameter: Tensor) -> Any:
-        """The type of the moments that a parameter has, or will get."""
+        """The type of a parameter's moments: of its `exp_avg`, if the state has one, else of new moments."""
         found = self.state[parameter].get("exp_avg")
         return self._options.moments_of(parameter) if found is None else found.dtype
 
@@ -364,7 +366,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def _locals(tensors: list[Tensor]) -> list[Tensor]:
-    """Applies `local` to each tensor, and leaves out other values, which the caller may put into a state."""
+    """Applies `local` to each tensor. Leaves out values of other types, which a caller may have put into a state."""
     if _PLAIN.issuperset(map(type, tensors)):
         return tensors
     return [local(each) for each in tensors if isinstance(each, torch.Tensor)]

@@ -76,7 +76,7 @@ class _Model:
 
 @contextlib.contextmanager
 def _unchanged(scales: FP8State) -> Iterator[None]:
-    """Restores a layer's FP8 state after a `with` block, because the gradients within it are not those of training."""
+    """Restores a layer's FP8 state after a `with` block, whose gradients are not gradients of training."""
     fields = {**vars(scales), "calibrated": {*scales.calibrated}}
     # PyTorch copies the arrays, so that its current stream orders the copies with the calls of the layer.
     arrays = [] if scales.slots is None else [torch.as_tensor(each) for each in (scales.slots, scales.history)]
@@ -86,5 +86,5 @@ def _unchanged(scales: FP8State) -> Iterator[None]:
     finally:
         for array, value in zip(arrays, values, strict=True):
             array.copy_(value)
-        # A new number of changes makes copies of the weight in FP8 stale that were made within the block.
+        # A larger `changes` marks FP8 copies of the weight that were made within the block as stale.
         vars(scales).update(fields, changes=scales.changes + 1)

@@ -61,7 +61,8 @@ class Bucket:
         states: the parameters, in the group's order, and the state of each. group: the group in `param_groups` to which
             all of them belong.
         first: number of the first parameter, for the random numbers of stochastic rounding.
-        step: FP32 tensor with the number of updates done for each parameter, all equal; each state has a view of one.
+        step: FP32 tensor with one element for each parameter, all equal to the number of updates done; "step" in each
+            state is a view of one element.
         words: the kernel's state, counters, settings and loss scale in words of 32 bits, on the parameters' device.
         lr, weight_decays, norm, scale: FP32 views of words. steps, nonfinite: integer views.
     """
@@ -73,7 +74,7 @@ class Bucket:
         self._launches: dict[tuple[Any, ...], Launches] = {}
         parameter, state = next(iter(states.items()))
         self.moments, done = DTYPES[state["exp_avg"].dtype], float(state["step"])
-        with torch.inference_mode(mode=False):  # tensors that are made in inference mode have no version counter
+        with torch.inference_mode(mode=False):  # a tensor made in inference mode has no version counter
             self.step = torch.full((len(states),), done, dtype=torch.float32, device=parameter.device)
         self._steps = [self.step[i] for i in range(len(states))]
         for state, own in zip(states.values(), self._steps, strict=True):
@@ -96,7 +97,7 @@ class Bucket:
         return kind(0.0, self.group["betas"], self.group["eps"], 0.0)
 
     def rule_with_rate(self) -> AdamW:
-        """The rule with all of the group's present numbers, which it checks."""
+        """The rule with the group's betas, epsilon, learning rate and weight decay; raises `ArgumentError` if wrong."""
         rate, decay = not_negative("lr", float(self.group["lr"])), float(self.group["weight_decay"])
         return dataclasses.replace(self.rule, lr=rate, weight_decay=decay)
 
@@ -108,7 +109,7 @@ class Bucket:
 
     @property
     def is_step_written(self) -> bool:
-        """Whether the caller has written into the "step" of a state."""
+        """Whether the caller has written into the "step" of a state since the last step."""
         return bool(self.step._version != self._step_version)
 
     def is_unchanged(self, states: dict[Tensor, State], groups: dict[Tensor, dict[str, Any]]) -> bool:
@@ -139,7 +140,7 @@ class Bucket:
                 master.copy_(torch.where(parameter == master.to(parameter.dtype), master, parameter.float()))
 
     def note_versions(self) -> None:
-        """Notes PyTorch's version counters: of parameters, which now equal their master copies, and of the steps."""
+        """Notes PyTorch's version counters of `step`, and of parameters, whose master copies now have equal values."""
         self._step_version = self.step._version
         self._versions = [each._version for each in self._masters]
 
@@ -333,7 +334,7 @@ class GpuStep(HostStep):
             stream = TORCH.current_stream(self._device)
             for bucket in self.buckets:
                 bucket.apply_settings()
-            # Raises for betas and epsilons that are not accepted, before the first launch.
+            # `bucket.launches` raises for wrong betas and epsilons: all calls of it come before the first launch.
             launches = [
                 bucket.launches(len(table), self._device, in_fp8=in_fp8)[stream]
                 for (bucket, _, in_fp8), table in zip(self._updates, self._tables, strict=False)

@@ -174,7 +174,7 @@ def test_scales_follow_the_optimizer_that_trains_the_layer(trains: str, holds: s
 
 @pytest.mark.parametrize("kind", [ltt.AdamW, torch.optim.SGD])
 def test_scales_follow_a_weight_that_each_call_computes(kind: Any) -> None:
-    """The weight is computed by calls only, because some parametrizations change with each computation."""
+    """Only calls of the layer compute the weight, because each computation changes some parametrizations."""
     made = list[float]()
 
     class Halved(nn.Module):
@@ -385,7 +385,7 @@ def test_a_layer_that_is_slower_in_fp8_trains_by_its_own_class(monkeypatch: pyte
 
     def microseconds(function: Any, arguments: Any, leaves: Any) -> float:
         with pytest.MonkeyPatch.context() as real:
-            real.delattr(torch.Tensor, "is_cuda")  # the call must see tensors on the CPU
+            real.delattr(torch.Tensor, "is_cuda")  # within the call, tensors must be on the CPU
             torch.autograd.grad(function(*arguments).sum(), leaves)
         return next(times)
 

@@ -242,7 +242,7 @@ def write_data(made: Any) -> None:
 
 
 def later(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A change after states have been replaced by equal ones."""
+    """Returns a function that replaces all states by equal ones, takes a step, and then makes a change."""
 
     def run(made: Any) -> None:
         made.state.update({each: dict(state) for each, state in made.state.items()})

@@ -36,7 +36,7 @@ class Named(nn.Module):
 
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Pretends a GPU; the list gets what the tuner is given."""
+    """Pretends that there is a GPU, and returns a list that receives the chains that the tuner is to measure."""
     chains: list[Any] = []
     monkeypatch.setattr(operations, "ordinal_of", lambda _: 0)
     monkeypatch.setattr(operations.search, "tune_chains", lambda found, *_, **__: chains.extend(found) or iter(()))
@@ -66,12 +66,12 @@ def test_a_model_is_measured_by_what_it_runs_and_stays_as_it_was(given: list[Any
 
 
 class Scaled(nn.Sequential):
-    """Divides by a running mean that each call stores as a new tensor, and may raise after its layers have run."""
+    """Divides x by a running mean of its squares. Each call stores a new tensor as mean, and may raise at its end."""
 
     def __init__(self) -> None:
         super().__init__(ltt.Linear(256, 32, precision=lt.FP8()), ltt.Linear(32, 16, precision=lt.FP8()))
         self.register_buffer("mean", torch.ones(()))
-        self.scales = 3  # no FP8State
+        self.scales = 3  # an attribute of the model's own, which is no FP8State
 
     def forward(self, x: Any, *, raises: bool = False) -> Any:
         self.mean = 0.9 * self.mean + 0.1 * x.square().mean()
