@@ -127,8 +127,11 @@ class Drops:
     def state(self) -> tuple[DropoutState, NDArray[np.uint32]]:
         """Returns a launch's dropout argument, and the array of the step's number, which must live until the launch."""
         step = np.array([self.philox.step], np.uint32)
-        address = step.ctypes.data if self.step_in_memory else 0
-        return DropoutState(keep_threshold(self.p), self.philox, address), step
+        if not self.step_in_memory:
+            return DropoutState(keep_threshold(self.p), self.philox), step
+        # The step in the argument is not that in memory: a kernel that reads it draws another mask.
+        elsewhere = Philox(self.philox.seed, self.philox.layer)
+        return DropoutState(keep_threshold(self.p), elsewhere, step.ctypes.data), step
 
     def factors(self, shape: Shape) -> NDArray[np.float64]:
         return dropout_scale(shape, self.p, self.philox)
