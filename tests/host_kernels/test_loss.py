@@ -387,7 +387,10 @@ def run_cross_entropy(
     before, few = logits.array.copy(), logits.array.shape[1] <= FEW_CLASSES
     call = memory.call(addresses, scale) if few else Call(addresses, 0, scale)
     loss_pass.launch(call, memory)  # type: ignore[arg-type]
-    return memory.read(Scores(before, labels, ignore_index)) if few else float(memory.loss.values()[0, 0])
+    if few:
+        return memory.read(Scores(before, labels, ignore_index))
+    memory.check()
+    return float(memory.loss.values()[0, 0])
 
 
 def draw_labels(data: st.DataObject | None, case: LossCase) -> tuple[NDArray[Any], float, int | None]:
