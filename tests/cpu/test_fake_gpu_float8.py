@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,7 @@ def test_scale_vectors_are_refused_where_cublaslt_lacks_them(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, capability: int, version: int
 ) -> None:
     monkeypatch.setattr("lt_runtime.cublaslt.get_version", lambda: version)
+    importlib.import_module("lt_runtime.gpu.devices").device_info(0)  # which cannot be made with a field replaced
     monkeypatch.setattr("lt_runtime.gpu.devices.DeviceInfo.capability", capability)
     a, b = (placed(gpu, each) for each in _matrices(m=64, n=64))
     scale = gpu.cp.asarray(np.ones(64, np.float32))

@@ -564,7 +564,7 @@ def test_a_model_is_tuned_as_its_sizes_are(process: Process) -> None:
 
 FP8_WINS = {"kernel": 10.0, "matmul": 2000.0, "float8 matmul": 500.0}
 BF16_WINS = {"kernel": 10.0, "matmul": 500.0, "float8 matmul": 2000.0}
-OF_FP8: dict[str, Any] = {"dims": (32, 64, 48), "dtype": "bfloat16", "precision": "fp8"}
+OF_FP8: dict[str, Any] = {"dims": (32, 144, 48), "dtype": "bfloat16", "precision": "fp8"}
 
 
 @pytest.mark.parametrize("wins", [True, False])
@@ -581,13 +581,13 @@ def test_layers_are_in_fp8_where_that_was_measured_to_be_faster(process: Process
         assert wins or Run(gpu, **OF_FP8 | {"precision": None}).train(32) == first
         assert own("saving.plan_choices").choices_of(run.model).count("Fp8ChainProblem") == 1
         found, *_ = gpu.lt.explain(run.model, 32)
-    words = "precision 32x32-64-48 bfloat16 gelu, none without dx\n  strategy  "
+    words = "precision 32x32-144-48 bfloat16 gelu, none without dx\n  strategy  "
     assert str(found).startswith(f"{words}{'products in FP8' if wins else 'own type'}\n")
     ((words, slower_us),) = found.alternatives
     assert words == ("own type" if wins else "products in FP8")
     assert slower_us > found.us
     (reason,) = {*reasons}
-    expected = f"32 rows of 32-64-48: FP8 takes {slower_us:.1f} µs, and bfloat16 {found.us:.1f}"
+    expected = f"32 rows of 32-144-48: FP8 takes {slower_us:.1f} µs, and bfloat16 {found.us:.1f}"
     assert reason == (None if wins else expected)
     with process() as gpu:
         assert Run(gpu, **OF_FP8, tune=False).train(32) == first
