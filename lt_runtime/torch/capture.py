@@ -327,7 +327,7 @@ class _Optimizers:
             yield
 
     def have_changed(self) -> bool:
-        """Whether `_form_of` of an optimizer has changed since the first eager call that ran it."""
+        """Whether `_form_of` of an optimizer has changed since the first eager call that ran the optimizer."""
         return any(_form_of(optimizer) != form for optimizer, (_, form) in self._found.items())
 
     @property
