@@ -110,7 +110,7 @@ def read_copies(called: Sequence[Any], weights: Sequence[Tensor]) -> None:
         if copy is None or not copy.suits(layer):
             continue
         own = _weight_of(layer)
-        if weight.data_ptr() != own.data_ptr() or weight.dtype != own.dtype:  # under autocast: a cast copy of it
+        if weight.data_ptr() != own.data_ptr() or weight.dtype != own.dtype:  # autocast gives a cast copy of the weight
             continue
         if copy.owner() in _followed or not is_capturing(weight):
             copy.renew(layer)

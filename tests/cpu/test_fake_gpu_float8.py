@@ -186,7 +186,8 @@ def test_scale_vectors_are_refused_where_cublaslt_lacks_them(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, capability: int, version: int
 ) -> None:
     monkeypatch.setattr("lt_runtime.cublaslt.get_version", lambda: version)
-    importlib.import_module("lt_runtime.gpu.devices").device_info(0)  # which cannot be made with a field replaced
+    # No `DeviceInfo` can be made after its field is replaced, so that the GPU's is made before.
+    importlib.import_module("lt_runtime.gpu.devices").device_info(0)
     monkeypatch.setattr("lt_runtime.gpu.devices.DeviceInfo.capability", capability)
     a, b = (placed(gpu, each) for each in _matrices(m=64, n=64))
     scale = gpu.cp.asarray(np.ones(64, np.float32))

@@ -287,7 +287,8 @@ def test_neighbours_share_a_choice(gpu: FakeGpu) -> None:
 def test_scales_for_rows_fall_back_where_the_gpu_lacks_them(
     gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, tune: bool
 ) -> None:
-    importlib.import_module("lt_runtime.gpu.devices").device_info(0)  # which cannot be made with a field replaced
+    # No `DeviceInfo` can be made after its field is replaced, so that the GPU's is made before.
+    importlib.import_module("lt_runtime.gpu.devices").device_info(0)
     monkeypatch.setattr("lt_runtime.gpu.devices.DeviceInfo.capability", 100)
     made = []
     for precision in (gpu.lt.FP8(recipe="rowwise", fallback=True), None):
